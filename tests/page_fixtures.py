@@ -1,9 +1,9 @@
-"""Fixtures: the page in a Chromium, and what it sends to the loudspeaker."""
+"""Fixtures: the page in a Chromium, and a record of the audio that it plays."""
 
 import pytest
 from page_helpers import ARGUMENTS, CHROMIUM, SECONDS, expect, status, sync_playwright
 
-# Watches what is sent to the loudspeaker. The page knows nothing of it.
+# Records the audio that is played, without the page's knowledge.
 WATCH = """
     window.heard = { chunks: [], silenced: 0 };
     const { start } = AudioBufferSourceNode.prototype;
@@ -35,7 +35,7 @@ def browser():
 
 @pytest.fixture
 def problems():
-    """In every test: what went wrong inside the page, and requests to other hosts."""
+    """Applies to every test: errors within the page, and requests to other hosts."""
     problems = []
     yield problems
     assert problems == []
@@ -43,7 +43,7 @@ def problems():
 
 @pytest.fixture
 def open_page(browser, server, problems):
-    """open_page(...) -> Page, in a context of its own unless one is given"""
+    """open_page(...) -> Page, in a new context unless one is given"""
     contexts = []
 
     def open_page(at=server, is_ready=True, context=None, **options):
@@ -73,14 +73,14 @@ def new_context(browser, **options):
 
 
 def is_problem(message):
-    """Chromium itself writes a line about every response that is not 200."""
+    """Chromium itself logs every response whose status is not 200."""
     is_refusal = message.text.startswith(("Failed to load resource", "WebSocket connection to"))
     return message.type in ("error", "warning") and not is_refusal
 
 
 @pytest.fixture(scope="module")
 def shared_context(browser):
-    """A new one takes Chromium three times as long as a new page in it, which finds nothing of those before."""
+    """A new context takes Chromium three times as long as a new page. Pages find nothing of earlier ones in it."""
     context = new_context(browser)
     forget = "indexedDB.deleteDatabase('qwen3-tts'); localStorage.clear()"
     context.add_init_script(f"if (location.protocol !== 'about:') {{ {forget} }}")

@@ -1,4 +1,4 @@
-"""A Chromium, and what is done on the page in it."""
+"""A Chromium, and actions on the page in it."""
 
 import os
 import re
@@ -12,20 +12,20 @@ try:
 except ImportError:
     expect = sync_playwright = None
 
-# The one without a window takes a third less of the processor's time.
+# The headless one takes a third less CPU time.
 NAMES = "chromium-headless-shell", "chromium", "google-chrome"
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 ARGUMENTS = [
     "--no-sandbox",  # CI is root in a container, and the only page is ours
     "--use-fake-device-for-media-stream",  # a microphone that beeps
     "--use-fake-ui-for-media-stream",
-    "--disable-audio-output",  # with a device the clock has stopped on a busy machine
+    "--disable-audio-output",  # with a device the audio clock stopped on a busy machine
 ]
 SECONDS = 60  # that any wait may take
 
 
 def open_all(page):
-    """Everything that is folded."""
+    """Open everything that is folded."""
     page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
 
 
@@ -45,7 +45,7 @@ def wait_for_end(page):
 
 
 def wait_for_frames(page, count):
-    """Until so many have been sent to the loudspeaker."""
+    """Wait until this many frames have been scheduled for playback."""
     wait_until(lambda: page.wait_for_timeout(20) or len(samples(page)) == count * 1920)
 
 
@@ -54,12 +54,12 @@ def samples(page):
 
 
 def wait_for_sound(page):
-    """Until the first samples have been played."""
+    """Wait until the first samples have been played."""
     wait_until(lambda: page.evaluate("heard.context?.currentTime > heard.chunks[0]?.when"))
 
 
 def mistake(page, field):
-    """What is said next to a field."""
+    """The message next to a field."""
     return expect(page.locator(f"#{field} + .mistake"))
 
 
@@ -68,12 +68,12 @@ def button(page, name):
 
 
 def alert(page):
-    """Where a mistake is shown: next to its field, or above all."""
+    """Where an error is shown: next to its field, or at the top of the page."""
     return page.locator("[role=alert]:not(:empty)")
 
 
 def speak(page, **fields):
-    """Speak to the end."""
+    """Speak a text to its end."""
     set_fields(page, **fields)
     page.click("#speak")
     wait_for_end(page)

@@ -19,8 +19,8 @@ import numpy as np
 import uvicorn
 from websockets.sync.client import connect
 
-from qwen3_tts_cuda_graphs.serving import process
-from qwen3_tts_cuda_graphs.serving.server import create_app
+from qwen3_tts_cuda_graphs.serving.routes import create_app
+from qwen3_tts_cuda_graphs.serving.server import Server, uvicorn_config
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker import Worker
@@ -33,7 +33,7 @@ FRAME = 1920 * 2  # bytes of PCM
 
 
 class ThreadWorker:
-    """A worker in a thread of this process, over the same socket. EngineProcess takes it for a process."""
+    """A worker in a thread of this process, over the same socket. For EngineProcess it looks like a process."""
 
     pid = None
 
@@ -58,12 +58,12 @@ class ThreadWorker:
 
 
 class LocalService(Service):
-    """Speech whose workers are threads of this process, and whose event loop runs in another one."""
+    """A Service whose workers are threads of this process, and whose event loop runs in another thread."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options, spawn=ThreadWorker)
         self.own_settings = self.settings
-        self.encoders.count = 0  # most tests need no processes for that: threads encode
+        self.encoders.count = 0  # most tests need no helper processes: threads encode
 
     @functools.cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -86,7 +86,7 @@ class LocalService(Service):
 
     @property
     def hosts(self) -> list:
-        """The engine's side of each model."""
+        """The EngineHost of each model."""
         return [model.engine.process.worker.host for model in self.models]
 
     @property
@@ -103,15 +103,15 @@ class LocalService(Service):
 
 
 class Client:
-    """Of a server on a port of this machine."""
+    """A client of a server on a port of this machine."""
 
     def __init__(self, port: int):
         self.port = port
 
     def open(self, small_buffers: bool = False) -> socket.socket:
-        """A connection, for what no client sends.
+        """A connection, to send what no client library sends.
 
-        small_buffers: the system takes little of what is not read, and the server is left with it
+        small_buffers: the kernel buffers little, so that unread data stays in the server
         """
         connection = socket.socket()
         connection.settimeout(LIMIT)
@@ -126,14 +126,14 @@ class Client:
 
     @contextlib.contextmanager
     def asking(self, **fields):
-        """A connection on which speech has been asked for, and nothing was read yet."""
+        """A connection on which speech was requested and nothing was read yet."""
         with contextlib.closing(self.connect()) as connection:
             body = json.dumps({"input": "Hello there.", "response_format": "pcm", **SHORT, **fields})
             connection.request("POST", "/v1/audio/speech", body, JSON)
             yield connection
 
     def unread(self, **fields) -> socket.socket:
-        """A client that asks and never reads."""
+        """A client that requests speech and never reads it."""
         connection = self.open(small_buffers=True)
         connection.sendall(request_bytes(fields))
         return connection
@@ -148,7 +148,7 @@ class Client:
         return self.ask("POST", "/v1/audio/speech", body, JSON | dict(headers))
 
     def pcm(self, **fields) -> bytes:
-        """The samples that are spoken."""
+        """The spoken samples."""
         answer = self.speak(**{"response_format": "pcm"} | fields)
         assert answer.status == 200, (fields, answer.body)
         return answer.body
@@ -165,12 +165,12 @@ class Client:
         return self.ask("POST", "/v1/audio/voices", body, headers)
 
     def forget(self, name: str) -> int:
-        """Remove a registered voice. The status of the answer."""
+        """Remove a registered voice. Returns the status."""
         return self.ask("DELETE", f"/v1/audio/voices/{name}").status
 
     @contextlib.contextmanager
     def registered(self, name: str, audio: bytes, **fields):
-        """In this context there is such a voice."""
+        """A registered voice within this context."""
         answer = self.register(name, audio, **fields)
         assert answer.status == 200, answer.body
         yield answer
@@ -182,7 +182,7 @@ class Client:
 
     @contextlib.contextmanager
     def talk(self, config: dict | None = None, **options):
-        """A session of the WebSocket, which begins with this configuration; options: as of `connect`"""
+        """A session of the WebSocket with this configuration; options: those of `connect`"""
         with connect(self.websocket_address, open_timeout=LIMIT, **options) as websocket:
             session = Talk(websocket)
             if config is not None:
@@ -203,7 +203,7 @@ class Talk:
         self.send("session.config", **config)
 
     def receive(self) -> dict | bytes:
-        """A message, or audio. That of a context is in a message, as bytes."""
+        """A message as a dict, or audio as bytes. In a message of a context, the audio is decoded."""
         received = self.websocket.recv(timeout=LIMIT)
         if isinstance(received, bytes):
             return received
@@ -213,7 +213,7 @@ class Talk:
         return message
 
     def until(self, kind: str, count: int = 1) -> tuple[list[dict], bytes]:
-        """All messages until so many of this type have come, and the audio between them."""
+        """All messages until this many of this type have arrived, and the audio between them."""
         messages, audio = [], b""
         while sum(message["type"] == kind for message in messages) < count:
             received = self.receive()
@@ -235,10 +235,10 @@ class Talk:
 
 
 class RunningServer(Client):
-    """`with RunningServer(speech) as server`: serves on a free port of this machine, in the loop of the speech."""
+    """`with RunningServer(speech) as server`: serves on a free port of this machine, in the event loop of `speech`."""
 
     def __init__(self, speech: Service, below: str = "", drains: bool = False, **settings):
-        """below: a path, as of a proxy that passes on what is asked for below it
+        """below: the path below which a proxy serves the application
         drains: on SIGTERM, as the server's process does
         """
         self.speech = speech
@@ -252,8 +252,8 @@ class RunningServer(Client):
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         app = strip_path(self.app, self.below) if self.below else self.app
-        server = uvicorn.Server(process.uvicorn_config(app, self.settings))
-        self.server = process.Server(self.speech) if self.drains else server
+        server = uvicorn.Server(uvicorn_config(app, self.settings))
+        self.server = Server(self.speech) if self.drains else server
         self.serving = self.speech.submit(self.server.serve(sockets=[self.socket]))
         wait_until(lambda: self.server.started)
         return self
@@ -265,12 +265,12 @@ class RunningServer(Client):
         self.speech.is_draining = False
 
     def terminate(self) -> None:
-        """SIGTERM, to a server that drains."""
+        """Send SIGTERM to a server that drains."""
         self.server.handle_exit(signal.SIGTERM, None)
 
 
 def strip_path(app, below: str):
-    """What a proxy that serves the application below a path lets through."""
+    """The application behind a proxy that serves it below a path."""
 
     async def proxy(scope, receive, send):
         path, inner = scope.get("path"), dict(scope)
@@ -317,7 +317,7 @@ def read_answer(connection: socket.socket) -> Answer:
 
 
 def events_of(body: bytes) -> list[dict]:
-    """Those that the server has sent."""
+    """The server-sent events in a body."""
     blocks = body.decode().split("\n\n")
     assert blocks.pop() == "" and all(block.startswith("data: ") for block in blocks)
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
@@ -339,7 +339,7 @@ def wait_until(condition) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Zombies, whose new parent has not reaped them yet, are not."""
+    """Zombies that have not been reaped yet do not count."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -348,7 +348,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_free(speech: Service) -> None:
-    """Every place must become free again."""
+    """Wait until no place is in use."""
     wait_until(lambda: speech.in_flight == 0 and not any(host.listeners for host in speech.hosts))
     wait_until(lambda: speech.engine.counts() == (0, 0))
 
@@ -356,9 +356,10 @@ def wait_until_free(speech: Service) -> None:
 def load_speech(
     folder: Path | list[Path], voices: Path, speakers: dict | None = None, timeouts: Timeouts | None = None, **settings
 ) -> LocalService:
-    """A loaded tiny model, or several; a Base model that is the first has the voice "speaker", or those of `speakers`.
+    """A loaded tiny model, or several. If the first is a Base model, it has the voice "speaker", or those of
+    `speakers`.
 
-    timeouts: of the first model's engine
+    timeouts: those of the first model's engine
     """
     folders = [folder] if isinstance(folder, Path) else folder
     if speakers is None:
@@ -373,13 +374,13 @@ def load_speech(
 
 @contextlib.contextmanager
 def serving(folder: Path | list[Path], voices: Path, **options):
-    """A server of its own with such a model; options: as of `load_speech`"""
+    """A separate server with such models; options: those of `load_speech`"""
     with contextlib.closing(load_speech(folder, voices, **options)) as speech, RunningServer(speech) as server:
         yield server
 
 
 def never_end(speech: Service, model: int = 0) -> None:
-    """The tiny models choose their end token after a while. Long speech needs them not to."""
+    """Make speech endless: the tiny models would choose their end token after a while."""
     talker = speech.hosts[model].tts.model.talker
     talker.codec_head.weight.data[talker.config.codec_eos_token_id] = 0
 
@@ -389,7 +390,7 @@ def pcm(audio: bytes) -> np.ndarray:
 
 
 def worker_of(pid: int) -> int:
-    """The process of its model; others encode."""
+    """The worker of a server process, not its encoders."""
     found = subprocess.run(["ps", "-wwo", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
     (worker,) = [int(line.split()[0]) for line in found.splitlines() if ".serving.worker" in line]
     return worker

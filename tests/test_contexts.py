@@ -1,4 +1,4 @@
-"""The WebSocket with scripts, times, interruptions, and several utterances at once, told apart by their context."""
+"""The WebSocket with scripts, times, interruptions, and several utterances at once, distinguished by their context."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ def silence(seconds):
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_a_script_that_arrives_is_its_parts_and_silence(presets, size):
-    """To the sample, however the text is cut into pieces: within a tag, a name, or a word of the lexicon."""
+    """Exact to the sample, wherever the text is split: within a tag, a name, or a word of the lexicon."""
     first, second = presets.ask("GET", "/v1/audio/voices").json["voices"][:2]
     text = f"[pause 0.25]One nginx. [pause:0.1s]... [voice {second['id']}]你好。[pause 0.5]"
     with presets.talk(CONFIG | dict(voice=first["id"], lexicon={"nginx": "engine x"})) as session:
@@ -68,7 +68,7 @@ def test_a_script_that_arrives_is_its_parts_and_silence(presets, size):
     ],
 )
 def test_what_is_spoken_of_arriving_text_is_what_is_spoken_of_a_whole_one(text, play, size):
-    """Marks without a word only where they are all of a line."""
+    """Punctuation without a word is spoken only if it is a whole line."""
     script = ArrivingScript(SpeechOptions(script=play), Lexicon({}))
     for piece in in_pieces(text, size):
         script.add(piece)
@@ -98,7 +98,7 @@ def test_a_play_that_arrives(presets, end):
     ],
 )
 def test_a_mistake_is_an_error_at_its_place(presets, text, problem):
-    """What comes before it is spoken, what comes after it is not, and the connection goes on."""
+    """The text before it is spoken, the text after it is not, and the connection stays usable."""
     with presets.talk(CONFIG) as session:
         messages, audio = session.say(*in_pieces(text, 3))
         assert audio == alone(presets, text[: text.index("[")].strip())
@@ -113,7 +113,7 @@ def test_brackets_are_words(presets):
 
 
 def test_contexts_are_told_apart(presets):
-    """Their texts merged: whoever wrote two answers at the same time heard one of both."""
+    """Their texts were merged: with two answers at the same time, one mixture of both was spoken."""
     texts = {"a": "First one.", "b": "Another. 2", None: "And a third."}
     with presets.talk(CONFIG) as session:
         for one, two in zip(texts["a"], texts["b"]):
@@ -126,13 +126,13 @@ def test_contexts_are_told_apart(presets):
     for index, (context, text) in enumerate(texts.items()):
         own = [message for message in messages if message.get("context_id") == context]
         audio = b"".join(message.get("audio", b"") for message in own) if context else without_context
-        # On a CPU a frame of two rows rounds otherwise than one of a single row.
+        # On a CPU a frame of two rows is rounded differently from one of a single row.
         np.testing.assert_allclose(pcm(audio), pcm(alone(presets, text)), atol=1e-3)
         assert {message["utterance_index"] for message in own if "utterance_index" in message} == {index}
 
 
 def test_one_context_is_cancelled(presets):
-    """What might have become a tag was not spoken."""
+    """Text that might become a tag was not spoken."""
     with presets.talk(CONFIG | {"max_new_tokens": 300}) as session:
         session.send("input.text", text="This will be interrupted. [voi", context_id="a")
         session.until("audio.delta")
@@ -148,7 +148,7 @@ def test_one_context_is_cancelled(presets):
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
 def test_what_is_known_only_at_an_early_end_is_not_spoken(reason):
-    """Who takes the text may have its turn before it hears that it is cancelled itself."""
+    """The task that reads the text may run once more before it is cancelled itself."""
     script = ArrivingScript(SpeechOptions(), Lexicon({}))
     script.add("Interrupted. [voi")
 
@@ -170,8 +170,8 @@ def test_what_is_no_context(presets, context):
 
 
 def test_what_was_heard(presets):
-    """Audio is sent faster than it is played: the server has long finished when the listener interrupts. What was heard
-    is in the words that were written, not in those of the lexicon."""
+    """Audio is sent faster than it is played, so the server has long finished when the listener interrupts. heard_text
+    is in the words of the client, not in those of the lexicon."""
     with presets.talk(CONFIG | {"max_new_tokens": 21, "lexicon": {"nginx": "engine x"}}) as session:
         session.say("An nginx. [pause 1] 你好世界")  # 1.6 s, from 0 and from 2.6 s
         times = (0, ""), (1.0, "An"), (1.6, "An nginx."), (2.5, "An nginx.")

@@ -1,4 +1,4 @@
-"""Processes that encode: the same bytes as in the server itself, and what happens when one of them ends."""
+"""Encoding in helper processes: the bytes are the same as in the server, and a helper that ends is replaced."""
 
 import asyncio
 import contextlib
@@ -45,15 +45,15 @@ async def encoded(stream, name, seed=0):
 
 
 def without_serial(data, name):
-    """Each stream of Ogg has a random number, and so other checksums."""
+    """Each Ogg stream has a random serial number, which also changes its checksums."""
     if name != "opus":
         return data
     pages = data.split(b"OggS")
-    return [page[:10] + page[22:] for page in pages]  # after version, flags and position
+    return [page[:10] + page[22:] for page in pages]  # without serial number, page number and checksum
 
 
 def test_the_same_bytes_as_in_the_server():
-    """Several streams at once in one process: none may have another one's samples."""
+    """Several streams at once in one helper must not mix."""
 
     async def check():
         async with running(1) as encoders:
@@ -74,7 +74,7 @@ def test_the_same_bytes_as_in_the_server():
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_ends_is_replaced(sent):
-    """Its streams get an error, others go on, and the next ones find another process. So with one that stands still."""
+    """Its streams get an error, others continue, and new ones use another helper. The same for a helper that hangs."""
 
     async def check():
         async with running(2) as encoders:
@@ -96,7 +96,7 @@ def test_a_process_that_ends_is_replaced(sent):
 
 
 def test_few_encoders_are_kept_ready():
-    """One of each kind was kept, and a client may ask for any speed."""
+    """One of each kind was kept, and clients may request any speed."""
     encoders, ready = {}, {}
     for number in range(30):
         kind = "mp3", 24000, 1 + number / 100
@@ -105,7 +105,7 @@ def test_few_encoders_are_kept_ready():
 
 
 def test_an_error_of_a_library_is_an_answer():
-    """Nobody may wait for a stream that cannot be encoded, and the process goes on."""
+    """A stream that cannot be encoded gets an error, and the helper continues."""
 
     async def check():
         async with running(1) as encoders:
@@ -117,14 +117,14 @@ def test_an_error_of_a_library_is_an_answer():
 
 
 def test_answers_that_nobody_takes():
-    """Closed before its end, the generator answered with an error once more, which Python does not allow."""
+    """When it was closed early, the generator yielded an error once more, which Python does not allow."""
     answers = answers_to({}, {}, dict(op="add", id=0, kind=("wav", 24000, 1.0)), b"")
     next(answers)
     answers.close()
 
 
 def test_a_process_whose_server_is_gone_ends_silently():
-    """A server that was killed leaves answers that it has not read: each of its helpers wrote a traceback."""
+    """When the server was killed, each of its helpers wrote a traceback, as its last answer could not be sent."""
     ours, helper = with_socket(start_module, module="encoders", stderr=subprocess.PIPE)
     ours.sendall(pack(dict(op="finish", id=0, kind=("wav", 24000, 1.0))))
     select.select([ours], [], [], LIMIT)

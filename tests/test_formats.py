@@ -25,13 +25,13 @@ def noise(samples: int) -> np.ndarray:
 
 
 def in_pieces(samples: np.ndarray, largest: int = 2500) -> list[np.ndarray]:
-    """Of odd sizes, some of them empty or of one sample."""
+    """Split into odd sizes, some of them zero or one."""
     ends = np.cumsum(np.random.default_rng(1).integers(0, largest, len(samples)))
     return np.split(samples, [0, 1, 1, *ends[(ends > 1) & (ends < len(samples))]])
 
 
 def by_soxr(samples: np.ndarray, rate: int) -> np.ndarray:
-    """All at once."""
+    """The whole resampled at once."""
     made = soxr.resample(samples.astype(np.float32), RATE, rate, quality="HQ")
     return np.rint(made.clip(-32767, 32767)).astype(np.int16)
 
@@ -48,7 +48,7 @@ def read_raw(data: bytes, name: str, rate: int = 8000) -> np.ndarray:
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("size", [1, 1919, 100_003])
 def test_joined_chunks_are_the_whole_at_once(rate, size):
-    """No click where chunks meet, and no sample too many."""
+    """Resampling in chunks adds no click and no sample."""
     samples = noise(size)
     resampler = Resampler(RATE, rate)
     joined = np.concatenate([*map(resampler.add, in_pieces(samples)), resampler.finish()])
@@ -60,7 +60,7 @@ def test_joined_chunks_are_the_whole_at_once(rate, size):
 
 @pytest.mark.parametrize("rate", OTHER_RATES)
 def test_the_first_chunk_leaves_at_once(rate):
-    """At most 20 of its 80 ms are held back, and never more than 75 ms."""
+    """At most 20 of its 80 ms are buffered, and never more than 75 ms."""
     resampler, made = Resampler(RATE, rate), 0
     for number, chunk in enumerate(np.split(noise(100 * 1920), 100), 1):
         made += len(resampler.add(chunk))
@@ -83,7 +83,7 @@ def test_an_encoder_resamples_after_the_tempo(rate, speed):
 
 @pytest.mark.parametrize("name, subtype", [("mulaw", "ULAW"), ("alaw", "ALAW")])
 def test_g711_is_what_another_decoder_reads(name, subtype):
-    """Every 16-bit sample is at most half a step from what is heard: steps are 1/16 of the sample, the smallest 16."""
+    """The decoded sample differs by at most half a step: steps are 1/16 of the sample, at least 16."""
     samples = np.arange(-(1 << 15), 1 << 15).astype(np.int16)
     heard = read_raw(to_bytes(samples, subtype), name).astype(int)
     wanted = samples.astype(int).clip(heard.min(), heard.max())
@@ -132,7 +132,7 @@ def test_names_of_other_programs(name, meant):
     ],
 )
 def test_lossless_answers(server, fields, name, rate):
-    """Streamed, whole and over a WebSocket: the model's samples at another rate, and the rate is said."""
+    """Streamed, whole and over a WebSocket: the model's samples at another rate, and the rate is reported."""
     plain = np.frombuffer(server.pcm(), "<i2")
     expected = by_soxr(plain, rate) if rate != RATE else plain
     streamed, whole = (server.speak(**fields, **more) for more in ({}, {"stream": False}))
@@ -158,7 +158,7 @@ def test_lossless_answers(server, fields, name, rate):
 
 @pytest.mark.parametrize("name", ["mp3_44100_128", "mp3_22050_32", "aac_16000", "ogg_48000", "opus_8000_32"])
 def test_compressed_answers(server, name):
-    """A decoder finds the rate (Opus is always decoded to 48 kHz), and nearly as much audio as the model has made."""
+    """A decoder finds the rate (Opus is always decoded to 48 kHz), and nearly as much audio as was generated."""
     answer = server.speak(response_format=name, stream=False)
     kind, rate, kilobits = read_format(name)
     assert answer.status == 200 and answer.headers["X-Sample-Rate"] == str(rate)
@@ -166,7 +166,7 @@ def test_compressed_answers(server, name):
         assert file.streams.audio[0].rate == (48000 if kind == "opus" else rate)
         frames = [*file.decode(audio=0)]
     seconds = sum(frame.samples / frame.sample_rate for frame in frames)
-    assert 0.39 < seconds < 0.65  # five frames, and what fills an encoder's last block
+    assert 0.39 < seconds < 0.65  # five frames, and the padding of the encoder's last block
     if kind == "mp3":
         assert len(answer.body) * 8 / seconds == pytest.approx(1000 * kilobits, rel=0.05)
 
@@ -213,7 +213,8 @@ def test_impossible_formats(server, fields, param, words):
     ],
 )
 def test_files(tmp_path, file, name, container, subtype, rate, playable):
-    """soundfile finds what --output and --format say, and FFmpeg the same samples in a WAV with G.711."""
+    """soundfile detects the format given by --output and --format, and FFmpeg decodes the same samples from a WAV with
+    G.711."""
     path, samples = tmp_path / file, noise(48_000)
     named, file_rate = format_and_rate(path, name, None)
     assert file_rate == rate
@@ -251,7 +252,7 @@ def test_mistakes_on_the_command_line(call, tmp_path, words, problem):
 
 
 def test_the_command_line_writes_them(call, checkpoint, tmp_path):
-    """A call's announcement for a telephone, also streamed to stdout, and the same speech as it is."""
+    """An announcement for a telephone, also streamed to stdout, and the same speech without conversion."""
     model = ["--model", checkpoint(), "--speaker", checkpoint() / "speaker.pt", "--device", "cpu"]
 
     for file in ("plain.wav", "call.ulaw"):

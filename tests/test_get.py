@@ -1,4 +1,4 @@
-"""Speech by its address alone: what a GET takes, who may ask, and the addresses that a server signs."""
+"""Speech by URL: the parameters of a GET, access to it, and signed addresses."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def sign(server, headers=(), **fields):
 
 @pytest.fixture(scope="module")
 def closed_server(speech):
-    """It wants a key."""
+    """It requires a key."""
     with RunningServer(speech, api_key=KEY) as server:
         yield server
 
@@ -42,7 +42,7 @@ def closed_server(speech):
     ],
 )
 def test_the_same_as_a_post(server, fields):
-    """Numbers and booleans are read from the address, and a signed one says the same."""
+    """Numbers and booleans are parsed from the URL, and a signed URL gives the same speech."""
     plain = server.speak(**fields)
     in_address = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
     for answer in (get(server, **in_address), server.ask("GET", sign(server, **fields).json["url"])):
@@ -53,7 +53,7 @@ def test_the_same_as_a_post(server, fields):
 
 
 def test_head_says_what_would_come(server):
-    """Players look first. Nothing is spoken."""
+    """Players request the headers first. Nothing is spoken."""
 
     def requests():
         return [line for line in server.ask("GET", "/metrics").body.splitlines() if b"qwen3_tts_requests_total" in line]
@@ -103,13 +103,13 @@ def test_addresses_that_cannot_be_read(server, query, words):
 
 
 def test_nothing_is_no_value(server):
-    """As forms send it."""
+    """Empty parameters, as forms send them."""
     plain = server.speak(response_format="pcm")
     answer = get(server, response_format="pcm", temperature="", speed="", voice="", sample_rate="", unknown="1")
     assert answer.body == plain.body and answer.headers["X-Ignored"] == "unknown"
 
 
-# ---- Who may ask
+# ---- Access
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +125,16 @@ def local_server(speech):
         ({"User-Agent": "TwilioProxy/1.1"}, 200),
         (BROWSER | {"Sec-Fetch-Site": "none"}, 200),  # typed into the address bar
         (BROWSER | {"Sec-Fetch-Site": "same-origin"}, 200),
-        (BROWSER | {"Sec-Fetch-Site": "same-site"}, 403),  # another port of this machine
+        (BROWSER | {"Sec-Fetch-Site": "same-site"}, 403),  # a page from another port of this machine
         (BROWSER | {"Sec-Fetch-Site": "cross-site"}, 403),  # <audio src> of any web page
         (BROWSER | {"Sec-Fetch-Site": "cross-site", "Referer": "http://good.example/page"}, 200),
         (BROWSER | {"Sec-Fetch-Site": "cross-site", "Referer": "http://good.example.evil.example/"}, 403),
-        (BROWSER | {"Referer": "http://evil.example/page"}, 403),  # http in a network: no Sec-Fetch-Site
+        (
+            BROWSER | {"Referer": "http://evil.example/page"},
+            403,
+        ),  # over http in a network browsers send no Sec-Fetch-Site
         (BROWSER | {"Referer": "http://{host}/page"}, 200),
-        (BROWSER, 403),  # a page may leave out the Referer
+        (BROWSER, 403),  # a page may suppress the Referer
         ({"User-Agent": "AppleCoreMedia/1.0.0"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "http://good.example"}, 200),
@@ -140,7 +143,7 @@ def local_server(speech):
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_other_web_pages_may_not(local_server, headers, status, method):
-    """A POST of theirs would be refused as well. What this server has signed, they may load."""
+    """A POST of theirs is refused, too. They may load addresses that this server has signed."""
     headers = {name: value.format(host=f"127.0.0.1:{local_server.port}") for name, value in headers.items()}
     answer = get(local_server, headers, method, response_format="pcm")
     assert answer.status == status
@@ -151,14 +154,14 @@ def test_other_web_pages_may_not(local_server, headers, status, method):
 
 
 def test_a_page_cannot_have_an_address_signed(server):
-    """Neither with a form, which cannot send JSON, nor with a request."""
+    """Neither with a form, which cannot send JSON, nor with a script."""
     answer = server.ask("POST", f"{PATH}/url", json.dumps(WORDS), {"Content-Type": "text/plain"})
     assert answer.status == 415
     assert sign(server, {"Origin": "http://evil.example"}).status == 403
 
 
 def test_the_key_is_never_in_an_address(closed_server):
-    """Without a signature the header is needed, and what is signed has no trace of the key."""
+    """Without a signature the header is required, and a signed address does not contain the key."""
     assert get(closed_server).status == get(closed_server, method="HEAD").status == 401
     assert get(closed_server, api_key=KEY).status == get(closed_server, key=KEY).status == 401
     assert sign(closed_server).status == 401
@@ -168,7 +171,7 @@ def test_the_key_is_never_in_an_address(closed_server):
     assert signed.status == 200 and set(signed.json) == {"url", "expires_at"}
     assert 295 < signed.json["expires_at"] - time.time() <= 300
     assert signed.json["url"].startswith(f"{PATH}?") and quote(KEY) not in signed.json["url"]
-    for _ in range(2):  # a player asks again for a part that it has lost
+    for _ in range(2):  # a player requests a lost part again
         answer = closed_server.ask("GET", signed.json["url"])
         assert (answer.status, answer.body) == (200, plain.body)
     assert closed_server.ask("HEAD", signed.json["url"]).status == 200
@@ -194,7 +197,7 @@ def test_the_key_is_never_in_an_address(closed_server):
     ids=str,
 )
 def test_an_address_that_was_changed(closed_server, change):
-    """The signature covers every parameter, its time as well; one that is wrong is refused, with the key, too."""
+    """The signature covers all parameters, including the time. A wrong one is refused even with the key."""
     signed = dict(parse_qsl(sign(closed_server, WITH_KEY).json["url"].partition("?")[2]))
     changed = {name: value for name, value in (signed | change).items() if value is not None}
     for headers in ({}, WITH_KEY):
@@ -218,7 +221,7 @@ def test_an_address_expires(closed_server):
 
 
 def test_keys_of_other_servers(speech, closed_server):
-    """What another key has signed, or a server without one, is not signed here."""
+    """An address signed with another key, or by a server without a key, is refused."""
     urls = []
     for key in ("another key", None):
         with RunningServer(speech, api_key=key) as other:
@@ -245,7 +248,8 @@ def test_mistakes_are_told_before_an_address_is_signed(server, fields, param, wo
 
 
 def test_a_text_that_is_too_long_for_an_address(speech):
-    """The longest text by default is not, in any script. Where more is allowed, a signed address would be refused."""
+    """The longest text allowed by default fits, in any script. A longer one gets an error instead of an address that
+    would be refused."""
     with RunningServer(speech) as server:
         url = sign(server, input="😀" * 4096).json["url"]
         assert server.ask("HEAD", url).status == 200
@@ -255,7 +259,7 @@ def test_a_text_that_is_too_long_for_an_address(speech):
 
 
 def test_below_a_path(speech):
-    """A proxy may serve all of it there: the address follows the one by which the server is asked."""
+    """With a proxy that serves everything below a path, the address is appended to the server's base URL."""
     with RunningServer(speech, below="/tts") as server:
         signed = server.ask("POST", f"/tts{PATH}/url", json.dumps(WORDS), JSON).json["url"]
         assert server.ask("GET", f"/tts{signed}").status == 200

@@ -1,6 +1,6 @@
-"""The page at `/`, in a real Chromium against a real server on a tiny model.
+"""The page at `/`, in a real Chromium with a real server of a tiny model.
 
-Most are skipped where there is no Chromium: `apt-get install chromium`, or name one in $CHROMIUM.
+Most tests are skipped without a Chromium: `apt-get install chromium`, or name one in $CHROMIUM.
 """
 
 import base64
@@ -46,12 +46,12 @@ def chunks(page):
 
 
 def texts(page):
-    """Of what was spoken."""
+    """Those in the history."""
     return page.locator("#spoken li p:first-child")
 
 
 def assert_heard(page, server, **asked):
-    """That it was what the server makes of the same request."""
+    """The played audio is what the server generates for the same request."""
     spoken = server.pcm(input=page.input_value("#text"), **asked)
     np.testing.assert_allclose(samples(page), pcm(spoken), atol=1e-6)
 
@@ -62,14 +62,14 @@ def save(page, name, item=0):
     return soundfile.read(download.value.path(), dtype="int16")
 
 
-# ---- Hearing a text
+# ---- Speaking a text
 
 
 def test_it_is_heard_while_it_is_made(page, speech):
-    """A page that waits for the whole response would play the same sound, later."""
+    """A page that waits for the whole response would play the same audio later."""
     page.click("#speak")
     wait_for_sound(page)
-    assert speech.in_flight == 1  # 40 s of speech: the response is far from its end
+    assert speech.in_flight == 1  # 40 s of speech: most of the response has not arrived yet
     expect(page.locator("#speak")).to_contain_text("Stop")
     expect(page.locator("#first-audio")).to_have_text(re.compile(r"^\d+ms$"))
     before = page.inner_text("#seconds")
@@ -78,7 +78,8 @@ def test_it_is_heard_while_it_is_made(page, speech):
 
 
 def test_what_is_heard_is_what_the_server_made(page, server):
-    """All samples, each once, in order, no gap but where the next chunk had not come; and the same in the file."""
+    """All samples are played once and in order, without gaps except where the next chunk had not arrived; and the saved
+    file has the same samples."""
     speak(page, seed=1, max_new_tokens=13)
     assert_heard(page, server, max_new_tokens=13)
     expected = samples(page)
@@ -98,7 +99,7 @@ def test_what_is_heard_is_what_the_server_made(page, server):
 
 
 def test_what_was_spoken_is_kept(open_page):
-    """Over a reload, too: its text, voice and seed, its sound, and files of it."""
+    """Also after a reload: its text, voice and seed, its audio, and its files."""
     page = open_page()
     set_fields(page, max_new_tokens=13)
     for text, seed in {"First.": 7, "Second.": ""}.items():
@@ -109,9 +110,9 @@ def test_what_was_spoken_is_kept(open_page):
         wait_until(lambda: page.evaluate("document.querySelector('#spoken li').entry.id !== undefined"))  # it is stored
     page.reload()
     expect(texts(page)).to_have_text(["Second.", "First."])
-    drawn = re.compile(r"voice speaker, seed \d+$")  # without a wish: another one each time, to be asked for again
+    drawn = re.compile(r"voice speaker, seed \d+$")  # if none was given: a random one, which can be requested again
     expect(page.locator("#spoken .hint")).to_have_text([drawn, "voice speaker, seed 7"])
-    # It can be played, and sought in. Playwright's wait_for_function polls with `eval`, which the page forbids.
+    # It can be played and sought. Playwright's wait_for_function polls with `eval`, which the page forbids.
     wait_until(lambda: page.evaluate("document.querySelector('#spoken audio').duration > 0.9"))
     wav, rate = save(page, "Save WAV", item=1)
     mp3, mp3_rate = save(page, "Save MP3", item=1)
@@ -123,7 +124,7 @@ def test_what_was_spoken_is_kept(open_page):
 
 
 def test_speed_and_seed_are_the_servers(page, server):
-    """The seed of the history speaks it again."""
+    """With the seed of the history the same speech is generated again."""
     set_fields(page, max_new_tokens=5, speed="0.25")
     expect(page.locator("#speed-shown")).to_have_text("0.25\u00d7")
     page.locator("#speed").press("ArrowRight")
@@ -137,8 +138,8 @@ def test_speed_and_seed_are_the_servers(page, server):
 
 
 def test_from_too_early_to_a_reload(open_page, checkpoint, tmp_path):
-    """A page that is opened too early waits. Then it follows the model: one with speakers of its own takes instructions
-    and clones nobody. What was entered survives a reload."""
+    """A page that is opened too early waits, then adapts to the model: one with preset speakers uses instructions and
+    does not clone. The entered text survives a reload."""
     speech = LocalService(str(checkpoint("custom_voice")), "cpu", settings=Settings(voices=tmp_path, max_streams=1))
     with contextlib.closing(speech), RunningServer(speech) as server:
         page = open_page(server, is_ready=False)
@@ -160,7 +161,7 @@ def test_from_too_early_to_a_reload(open_page, checkpoint, tmp_path):
 
 
 def test_who_speaks_before_the_page_is_ready_reads_of_the_speech(page):
-    """The answer of /health came after the speech, and "Ready." replaced what was said of it."""
+    """The answer of /health arrived after the speech, and "Ready." replaced its status."""
     held = []
     page.route("**/health", lambda route: held.append(route))
     page.reload()
@@ -172,7 +173,7 @@ def test_who_speaks_before_the_page_is_ready_reads_of_the_speech(page):
 
 
 def test_without_storage_it_works(open_page):
-    """Browsers throw at the mere mention of it where cookies are forbidden."""
+    """If cookies are forbidden, browsers throw on any access to the storage."""
     page = open_page(is_ready=False)
     forbid = "get() { throw new DOMException('no', 'SecurityError'); }"
     stores = ("localStorage", "sessionStorage", "indexedDB")
@@ -183,7 +184,7 @@ def test_without_storage_it_works(open_page):
 
 
 def test_characters_and_progress_are_shown(page, speech):
-    """As the server counts them: an emoji is one."""
+    """Counted as by the server: an emoji is one character."""
     most = speech.settings.max_text
     page.fill("#text", "\U0001f600" * most)
     expect(page.locator("#characters")).to_have_text(f"{most:,} of {most:,} characters")
@@ -194,7 +195,7 @@ def test_characters_and_progress_are_shown(page, speech):
     page.click("#speak")
     mistake(page, "text").to_contain_text(f"The text has {most + 1} characters")
     page.fill("#text", "Hello there.")
-    expect(alert(page)).to_have_count(0)  # it is being corrected
+    expect(alert(page)).to_have_count(0)  # the user is correcting it
     page.click("#speak")
     expect(page.locator("#progress")).to_have_text(re.compile(r"^[1-9]\d* s heard of \d+ s made so far\.$"))
     page.click("#speak")
@@ -203,8 +204,8 @@ def test_characters_and_progress_are_shown(page, speech):
 
 
 def test_what_the_page_says_and_reads(page):
-    """Random weights are named, and speech slower than real time is. An event may be cut by the network, also within
-    a character; without the last one the speech is not complete."""
+    """Random weights and slow speech are reported. The network may split an event, even within a character; without the
+    last event the speech is incomplete."""
     expect(page.locator("#noise")).to_contain_text("random weights: it can only make noise")
     expect(page.locator("#noise")).to_be_visible()
     summary = """(seconds) => {
@@ -256,7 +257,7 @@ def test_the_waveform_grows(page):
 
 @pytest.mark.parametrize("how", ["button", "escape", "again", "play", "typed"])
 def test_stop_stops(page, speech, how):
-    """The sound ends at once, and the server does not go on for nobody."""
+    """The sound ends at once, and the server stops generating."""
     if how == "typed":
         type_live(page, "Hello there. ")
     else:
@@ -268,7 +269,7 @@ def test_stop_stops(page, speech, how):
         page.click("#speak")
     elif how in ("escape", "typed"):
         page.keyboard.press("Escape")
-    elif how == "play":  # something that was spoken before
+    elif how == "play":  # an earlier speech
         page.evaluate("spoken.add({ text: 'Before.' }, wavFile([new Int16Array(24000)]))")
         page.evaluate("document.querySelector('#spoken audio').play()")
     else:
@@ -289,18 +290,18 @@ def test_stop_stops(page, speech, how):
     expect(page.locator("#error")).to_be_empty()
 
 
-# ---- Mistakes
+# ---- Errors
 
 
 def as_sentence(answer):
-    """What the server says about a mistake, as the page shows it."""
+    """A message of the server as the page shows it."""
     assert answer.status == 400
     message = answer.error["message"]
     return f"{message[0].upper()}{message[1:]}."
 
 
 def test_mistakes_are_shown_as_a_sentence(page, server, speech):
-    """The server's own words. What it quotes is text, never HTML."""
+    """With the server's words. Quoted input is shown as text, never as HTML."""
     mistakes = [
         ("text", "  ", {"input": "  "}),
         ("temperature", "-1", {"temperature": -1}),
@@ -322,8 +323,8 @@ def test_mistakes_are_shown_as_a_sentence(page, server, speech):
 
 
 def test_speech_that_breaks_off_is_an_error(page, speech):
-    """Half a text must not look like a whole one. The reason is the server's last event, which Chromium drops if the
-    connection ends before it was read."""
+    """Half a text must not look complete. The reason is in the server's last event, which Chromium drops if the
+    connection is closed before it was read."""
     set_fields(page, text="a" * 480, max_new_tokens=500)  # more than there are positions
     page.route("**/v1/audio/speech", as_one_utterance)
     page.click("#speak")
@@ -333,7 +334,7 @@ def test_speech_that_breaks_off_is_an_error(page, speech):
 
 
 def as_one_utterance(route):
-    """The page has no field for it."""
+    """The page has no field for non_streaming_mode."""
     route.continue_(post_data=json.dumps(route.request.post_data_json | {"non_streaming_mode": True}))
 
 
@@ -353,7 +354,7 @@ def add_voice(page, name, called=None):
 
 
 def server_is_gone(page, path, **options):
-    """Requests of the page to this path fail."""
+    """The page's requests to this path fail."""
     page.route(f"**/v1/audio/{path}", lambda route: route.abort("connectionaborted"), **options)
 
 
@@ -378,7 +379,7 @@ def test_a_file_becomes_a_voice(page, server, speech, wav):
     page.click("#remove-voice")
     status(page).to_have_text("The voice uploaded was removed.")
     assert "uploaded" not in speech.voice_names()
-    expect(alert(page)).to_have_count(0)  # what was wrong before
+    expect(alert(page)).to_have_count(0)  # the error of the previous attempt
     expect(page.locator("#remove-voice")).to_be_hidden()
 
 
@@ -451,7 +452,7 @@ def test_a_voice_needs_a_recording_and_a_name(page, wav):
 
 
 def test_without_a_microphone_there_is_a_sentence(page):
-    """Over plain HTTP from another machine, browsers offer none."""
+    """Browsers offer no microphone to pages over plain HTTP from another machine."""
     page.evaluate("Object.defineProperty(navigator, 'mediaDevices', { value: undefined })")
     page.click("#add-voice summary")
     page.click("#record")
@@ -484,7 +485,7 @@ def test_words_are_sent_while_they_are_typed(page, speech):
     text = "".join(message["text"] for message in sent if message["type"] == "input.text")
     assert text == "Hello there, world." and sent[-1]["type"] == "input.done"
     assert len(samples(page)) == 3 * 1920
-    assert page.inner_text("#real-time") == "–"  # it would be the speed of the fingers
+    assert page.inner_text("#real-time") == "–"  # it would depend on the typing
     expect(alert(page)).to_contain_text("characters of the text were not spoken")
 
     page.evaluate("speech.player.isPlaying = () => true")  # as after a longer sentence
@@ -498,7 +499,7 @@ def test_words_are_sent_while_they_are_typed(page, speech):
 
 
 def test_a_typists_pause_is_no_gap(page):
-    """A silence is the server's only if no words have come since its last audio."""
+    """Silence counts as a gap only if no text was sent since the last audio."""
     sockets = []
 
     def speak(socket):
@@ -523,7 +524,7 @@ def test_a_typists_pause_is_no_gap(page):
 
 
 def test_a_key_is_asked_for_and_used(open_page, speech):
-    """The page comes with the 401, so that it can ask; it is the only route that does."""
+    """Only the page itself is sent with its 401, so that it can ask for the key."""
     key = "k\u00e4y/+ 1"
     with RunningServer(speech, api_key=key) as server:
         assert server.ask("GET", "/", headers={"Accept": "text/html"}).status == 401
@@ -553,13 +554,13 @@ def test_a_key_is_asked_for_and_used(open_page, speech):
 
 
 def test_below_a_path_of_a_proxy(open_page, problems, speech, tmp_path):
-    """Every request stays below it (`problems` has the others), and what is copied leads there, too."""
+    """All requests stay below it (`problems` has the others), and so does the copied program."""
     with RunningServer(speech, below="/tts") as server, contextlib.chdir(tmp_path):
         page = open_page(server)
         for address in ("/tts/?x=1#y", "/tts", "/tts?x=1"):  # some proxies add no slash
             page.goto(f"http://127.0.0.1:{server.port}{address}")
             status(page).to_have_text("Ready.")
-        problems.clear()  # without the slash the browser has asked too early
+        problems.clear()  # the browser requests it before the slash is added
         speak(page, max_new_tokens=3)
         assert save(page, "Save MP3")[1] == 24000
         type_live(page, "Hello.")
@@ -578,7 +579,7 @@ def test_below_a_path_of_a_proxy(open_page, problems, speech, tmp_path):
 
 
 def test_a_websocket_can_send_its_key_as_a_subprotocol(speech):
-    """The WebSockets of browsers have no Authorization header."""
+    """The WebSockets of browsers cannot send an Authorization header."""
     key = "k\u00e4y/+ 1"
     with RunningServer(speech, api_key=key) as server:
         right = base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")
@@ -590,7 +591,7 @@ def test_a_websocket_can_send_its_key_as_a_subprotocol(speech):
 
 
 def test_the_request_can_be_run(open_page, server, tmp_path):
-    """As it was copied, with a text that shells and Python like to change."""
+    """The copied program, with a text that needs escaping in shells and Python."""
     text = 'It\'s "50 $HOME"; `ls` \\n {x} @me \U0001f600 \u00e4\nnext line'
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
     set_fields(page, text=text, seed=1, max_new_tokens=4, top_p=0.9)
@@ -601,7 +602,7 @@ def test_the_request_can_be_run(open_page, server, tmp_path):
 
     def copied(kind):
         page.get_by_text(kind, exact=True).click()
-        expect(page.locator("#copy")).to_have_text("Copy")  # "Copied" is of the last time
+        expect(page.locator("#copy")).to_have_text("Copy")  # "Copied" is from the previous time
         page.click("#copy")
         expect(page.locator("#copy")).to_have_text("Copied")
         return page.evaluate("navigator.clipboard.readText()")
@@ -616,11 +617,11 @@ def test_the_request_can_be_run(open_page, server, tmp_path):
         assert (tmp_path / "speech.wav").read_bytes() == audio
 
 
-# ---- For everybody
+# ---- Accessibility
 
 
 def test_it_can_be_used_with_the_keyboard_alone(page, speech):
-    """Every control is reached in the order in which it is read; none needs a mouse."""
+    """Every control is reached in reading order, and none needs a mouse."""
     open_all(page)
     order = []
     while not order or order[-1] not in ("copy", ""):
@@ -636,7 +637,7 @@ def test_it_can_be_used_with_the_keyboard_alone(page, speech):
     page.locator("#speak").focus()
     page.keyboard.press("Enter")
     wait_until_free(speech)
-    assert page.evaluate("document.activeElement.id") == "speak"  # the place is kept
+    assert page.evaluate("document.activeElement.id") == "speak"  # the position is kept
     page.locator("input[value=curl]").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#request")).to_contain_text("from openai import OpenAI")
@@ -653,7 +654,7 @@ def test_every_control_has_a_name_of_its_own(page, server, wav):
     nodes = session.send("Accessibility.getFullAXTree")["nodes"]
     kinds = "button textbox combobox slider radio Audio".split()
     named = [node["name"]["value"] for node in nodes if node.get("role", {}).get("value") in kinds]
-    player = ("play", "mute", "show more", "audio time", "volume")  # the browser's own, inside of each audio
+    player = ("play", "mute", "show more", "audio time", "volume")  # the browser's own controls within an <audio>
     names = [name for name in named if not name.startswith(player)]
     assert all(names) and len(set(names)) == len(names) > 20, names
     wanted = {"Text", "Speak", "Speed", "Remove the voice theirs", "Save WAV: First.", "Copy the request"}
@@ -662,7 +663,7 @@ def test_every_control_has_a_name_of_its_own(page, server, wav):
 
 
 def test_it_fits_a_phone(open_page):
-    """Nothing is wider than 360 pixels, and fingers hit every control."""
+    """Nothing is wider than 360 pixels, and all controls are large enough for fingers."""
     page = open_page(is_ready=True, has_touch=True, is_mobile=True, screen={"width": 360, "height": 740})
     page.set_viewport_size({"width": 360, "height": 740})
     set_fields(page, text="word" * 200, temperature="-" + "9" * 300)
@@ -736,7 +737,7 @@ def test_with_reduced_motion_it_is_redrawn_rarely(open_page):
     "path, kind", [("/", "html"), ("/docs", "html"), ("/page.css", "css"), ("/page.js", "javascript")]
 )
 def test_the_page_comes_with_a_strict_policy(server, path, kind):
-    """And is sent again only if it has changed."""
+    """And it is sent again only if it has changed."""
     answer = server.ask("GET", path)
     assert answer.status == 200 and answer.headers["Content-Type"] == f"text/{kind}; charset=utf-8"
     policy = answer.headers["Content-Security-Policy"]
@@ -752,7 +753,7 @@ PAGE_FILES = sorted((ROOT / "qwen3_tts_cuda_graphs/serving/page").glob("*.*[!y]"
 
 @pytest.mark.parametrize("path", PAGE_FILES, ids=lambda path: path.name)
 def test_the_page_needs_nothing_from_elsewhere(path):
-    """No address of another host or from the root of this one, and nothing that parses text as HTML."""
+    """No URL of another host or of this host's root, and nothing that parses text as HTML."""
     source = path.read_text()
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg')", source)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", source)

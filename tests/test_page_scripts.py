@@ -1,4 +1,4 @@
-"""Scripts on the page: which part is heard, what a click on one does, the options, and subtitles."""
+"""Scripts on the page: which part is marked, a click on a part, the options, and subtitles."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def parts(page):
 
 
 def watch_parts(page):
-    """Note each part when it becomes the current one, and where the sound was then, by the loudspeaker's clock."""
+    """Record each part when it becomes the current one, with the position of the playback by the audio clock."""
     page.evaluate("""() => {
         window.changes = [];
         new MutationObserver((records) => {
@@ -47,7 +47,7 @@ def watch_parts(page):
 
 
 def requests_of(page):
-    """The bodies of its requests for speech, from now on."""
+    """The bodies of the page's requests for speech, from now on."""
     bodies = []
     page.on("request", lambda request: request.url.endswith("/speech") and bodies.append(request.post_data_json))
     return bodies
@@ -61,11 +61,11 @@ def saved_subtitles(page):
 
 
 def test_the_part_that_is_heard_is_marked(page):
-    """All of it is there long before it is heard: it is the player's clock that counts."""
+    """All audio has arrived long before it is played: the audio clock decides."""
     watch_parts(page)
     speak(page, text=SCRIPT, seed=1, max_new_tokens=FRAMES + 1)
     expect(parts(page)).to_have_text([re.compile("The first.$"), re.compile("The second.$")])
-    expect(page.locator("#progress")).to_be_empty()  # it has been heard
+    expect(page.locator("#progress")).to_be_empty()  # it has been played
     expect(page.locator("#parts [aria-current]")).to_have_count(0)
     assert len(samples(page)) == round(24000 * TIMES[1][1])
     (first, began), (second, went_on), (none, ended) = page.evaluate("changes")
@@ -76,7 +76,8 @@ def test_the_part_that_is_heard_is_marked(page):
 
 
 def test_a_click_plays_from_there(page, speech):
-    """What has come is played again, to the sample, when all has come and while more is coming."""
+    """The audio that has arrived is played again, exact to the sample, both when it is complete and while more
+    arrives."""
     speak(page, text=SCRIPT, seed=1, max_new_tokens=FRAMES + 1)
     whole, count = samples(page), page.evaluate("heard.chunks.length")
     figures = page.locator(".figures").inner_text()
@@ -89,7 +90,7 @@ def test_a_click_plays_from_there(page, speech):
         again = np.array(page.evaluate("heard.chunks.at(-1).samples"), np.float32)
         np.testing.assert_array_equal(again, whole[round(24000 * TIMES[number][0]) :])
     assert page.evaluate("heard.chunks.length") == count + 2
-    parts(page).first.press("Enter")  # on a busy machine it has ended meanwhile
+    parts(page).first.press("Enter")  # on a busy machine it may have ended meanwhile
     page.keyboard.press("Escape")
     status(page).to_have_text("Stopped.")
     expect(page.locator("#parts [aria-current]")).to_have_count(0)
@@ -104,7 +105,7 @@ def test_a_click_plays_from_there(page, speech):
     wait_until(lambda: page.wait_for_timeout(20) or page.evaluate("speech.player.position()") > 0.3)
     again = parts(page).first.evaluate("(part) => { part.click(); return speech.player.position(); }")
     assert again < 0.3
-    wait_until(lambda: page.wait_for_timeout(20) or parts(page).count() == 2)  # it goes on
+    wait_until(lambda: page.wait_for_timeout(20) or parts(page).count() == 2)  # it continues
     parts(page).last.click()
     expect(parts(page).last).to_have_attribute("aria-current", "true")
     wait_for_end(page)
@@ -123,7 +124,7 @@ def test_a_plain_text_is_one_line(page):
 
 
 def test_subtitles(open_page):
-    """Of parts, exact, also after a reload; of what was stopped up to there."""
+    """Exact times of the parts, also after a reload. A stopped part ends where it was stopped."""
     page = open_page()
     cues = [
         "1\n00:00:00,000 --> 00:00:00,960\nThe first.\n\n",
@@ -149,7 +150,7 @@ def test_subtitles(open_page):
 
 
 def test_the_options_reach_the_request(open_page, tmp_path):
-    """And are shown in it, and survive a reload. The program that is shown runs."""
+    """They are also shown in the program, which runs, and survive a reload."""
     page = open_page()
     bodies = requests_of(page)
     set_fields(page, text="Speaker: nginx [pause 0.1] here.", seed=1, max_new_tokens=4)
@@ -197,13 +198,13 @@ def test_mistakes_are_shown_at_their_field(page, field, fields, message):
     expect(page.locator("#speak")).to_contain_text("Speak")
     page.fill(f"#{field}", "")
     expect(alert(page)).to_have_count(0)
-    if field == "text":  # in text that arrives, when what is before it was spoken
+    if field == "text":  # in arriving text, when the text before it has been spoken
         type_live(page, fields["text"].replace("\n", " "))
         mistake(page, "live").to_contain_text(message.partition(": ")[2])
 
 
 def test_each_voice_finds_its_model(open_page, checkpoint, tmp_path):
-    """The page named the chosen voice's model: a play with a voice of another one was refused."""
+    """The page sent the chosen voice's model: a play with a voice of another model was refused."""
     with serving([checkpoint("base"), checkpoint("custom_voice")], tmp_path) as server:
         page = open_page(server)
         speak(page, text="[voice speaker] One.\n[voice ryan] Two.", max_new_tokens=FRAMES + 1, seed=1)
@@ -214,7 +215,7 @@ def test_each_voice_finds_its_model(open_page, checkpoint, tmp_path):
 
 
 def test_parts_of_what_is_typed(open_page, checkpoint, tmp_path):
-    """A sentence grows while it is typed, and a second one follows in the same list, with its place in the sound."""
+    """A sentence grows while it is typed, and a second one follows in the same list, with its position in the audio."""
     with serving(checkpoint(), tmp_path / "voices") as server:
         never_end(server.speech)
         page = open_page(server)
@@ -234,7 +235,7 @@ def test_parts_of_what_is_typed(open_page, checkpoint, tmp_path):
         wait_until(lambda: page.wait_for_timeout(20) or page.locator("#spoken li").count() == 2)
         expect(parts(page).last).to_have_text(re.compile("One more.$"))
         assert parts(page).count() == 3
-        [(start, end, text)] = read_cues(saved_subtitles(page))  # a file of its own begins at 0
+        [(start, end, text)] = read_cues(saved_subtitles(page))  # a separate file begins at 0
         assert (start, text) == (0, "One more.")
         assert end == pytest.approx(len(samples(page)) / 24000 - total, abs=0.002)
         sound = samples(page)

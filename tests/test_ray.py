@@ -1,6 +1,6 @@
-"""The server on Ray Serve: two replicas on the CPU, streams through Ray's proxy, and replicas that die in mid-speech.
+"""The server on Ray Serve: two replicas on the CPU, streams through Ray's proxy, and replicas that die during speech.
 
-Runs only where Ray is installed (./setup.sh none --test --ray); it takes two minutes.
+Runs only if Ray is installed (./setup.sh none --test --ray); it takes two minutes.
 """
 
 import contextlib
@@ -58,12 +58,12 @@ CONFIG = {"response_format": "pcm", **SHORT}
 
 
 def seconds_used(process: psutil.Process) -> float:
-    """Of CPU time, with those of its children."""
+    """CPU time of a process and its children."""
     return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
 class RayServer(Client):
-    """Ray in processes of its own, with two replicas that speak for as long as they are asked to."""
+    """Ray in separate processes, with two replicas whose speech does not end before max_new_tokens."""
 
     def __init__(self, folder):
         write_checkpoint(folder / "model", "tiny", ends=False)
@@ -103,13 +103,13 @@ class RayServer(Client):
         return found
 
     def seconds_used_now(self) -> dict[psutil.Process, float]:
-        """By each replica within half a second."""
+        """CPU time of each replica within half a second."""
         before = {process: seconds_used(process) for process in self.replicas()}
         time.sleep(0.5)
         return {process: seconds_used(process) - seconds for process, seconds in before.items()}
 
     def wait_until_idle(self) -> None:
-        """Until nothing speaks and nothing starts: a spare worker imports for seconds."""
+        """Wait until nothing speaks and nothing starts: the imports of a spare worker take seconds."""
 
         def is_idle() -> bool:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -129,7 +129,7 @@ class RayServer(Client):
 
     @contextlib.contextmanager
     def speaking(self, frames: int):
-        """An answer of so many frames, of which nothing was read yet."""
+        """A response of this many frames, of which nothing was read yet."""
         with self.asking(max_new_tokens=frames + 1) as connection:
             response = connection.getresponse()
             assert response.status == 200
@@ -144,7 +144,7 @@ def server(tmp_path_factory):
 
 
 def test_audio_is_streamed_and_complete(server):
-    """The proxy must not collect the audio: the first chunk arrives long before the last is made."""
+    """The proxy must not buffer the audio: the first chunk arrives long before the last is generated."""
     start = time.monotonic()
     with server.speaking(LONG) as response:
         assert response.headers["X-Sample-Rate"] == "24000"
@@ -162,7 +162,7 @@ def test_mistakes_get_the_servers_own_answer(server):
 
 
 def test_an_utterance_that_fails_is_not_a_short_file(server):
-    """An utterance that is cut off at max_seq_len ends without the last chunk, and the proxy must pass that on."""
+    """The response to an utterance that is cut off at max_seq_len has no last chunk, also behind the proxy."""
     with server.speaking(2000) as response, pytest.raises(http.client.IncompleteRead):
         response.read()
 
@@ -175,14 +175,14 @@ def test_the_websocket(server):
 
 
 def test_a_client_that_leaves_frees_its_place(server):
-    """A replica must learn from the proxy that nobody listens any more."""
+    """The proxy must tell the replica that the client has disconnected."""
     with server.speaking(LONG) as response:
         assert response.read1(FRAME)
     wait_until(lambda: b'requests_total{outcome="cancelled"} 1' in server.ask("GET", "/metrics").body)
 
 
 def test_a_replica_that_dies_is_replaced_and_its_clients_see_an_error(server):
-    """Killed in mid-speech: the client must not wait for ever, nor take what it has for the whole."""
+    """Killed during speech: the client must neither wait forever nor take the audio for complete."""
     old = set(server.replicas())
     assert len(old) == 2
     server.wait_until_idle()
@@ -191,7 +191,7 @@ def test_a_replica_that_dies_is_replaced_and_its_clients_see_an_error(server):
         server.kill_the_busy_one()
         with pytest.raises(http.client.IncompleteRead):
             response.read()
-    assert len(server.pcm()) == 5 * FRAME  # the other one speaks on
+    assert len(server.pcm()) == 5 * FRAME  # the other one continues to speak
     server.wait_for_a_new_one(old)
     assert all(len(server.pcm()) == 5 * FRAME for _ in range(8))
 
@@ -208,7 +208,7 @@ def test_a_websocket_of_a_dead_replica_is_closed_with_an_error(server):
 
 
 def test_a_replica_whose_engine_has_stopped_is_replaced(server):
-    """Its process lives on: only the health check tells Ray."""
+    """Its process stays alive: Ray learns of it only through the health check."""
     wait_until(lambda: len(server.replicas()) == 2)  # also in place of the one that died before
     old = set(server.replicas())
     assert server.ask("POST", "/stop").status == 200
@@ -217,7 +217,7 @@ def test_a_replica_whose_engine_has_stopped_is_replaced(server):
 
 
 def test_ray_has_the_metrics_of_every_replica(server):
-    """Through the proxy, Prometheus would see now one replica's counters, now the other's."""
+    """Through the proxy, Prometheus would read the counters of one replica or another."""
 
     def replicas() -> set[str]:
         lines = server.metrics.ask("GET", "/metrics").body.decode().splitlines()

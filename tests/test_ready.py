@@ -13,8 +13,9 @@ import pytest
 from helpers import ROOT
 from serving_helpers import LIMIT, is_running, wait_until
 
-from qwen3_tts_cuda_graphs.serving import child_process
-from qwen3_tts_cuda_graphs.serving.child_process import Spare, start_module, with_socket
+from qwen3_tts_cuda_graphs.serving import child_process, spare_worker
+from qwen3_tts_cuda_graphs.serving.child_process import start_module, with_socket
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 
 
 def run_python(program: str, *path: str, **variables: str) -> str:
@@ -94,7 +95,7 @@ def waiting(monkeypatch):
             code = f"import socket, sys, time; s = socket.socket(fileno={theirs.fileno()}); {program}"
             return subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
 
-        monkeypatch.setattr(child_process, "start_module", start_module)
+        monkeypatch.setattr(spare_worker, "start_module", start_module)
         spares.append(Spare())
         spares[-1].prepare()
         return spares[-1]
@@ -188,7 +189,7 @@ def test_a_spare_that_cannot_be_used_is_not(waiting, monkeypatch, what):
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: child_process.is_stopped(process))
     if what == "is stuck":
-        monkeypatch.setattr(child_process, "SECONDS_TO_IMPORT", 0.0)
+        monkeypatch.setattr(spare_worker, "SECONDS_TO_IMPORT", 0.0)
     if what == "still imports":
         ours, taken = one.take()
         ours.close()
@@ -199,7 +200,7 @@ def test_a_spare_that_cannot_be_used_is_not(waiting, monkeypatch, what):
 
 
 def test_no_spare_where_memory_is_short(waiting, monkeypatch):
-    monkeypatch.setattr(child_process, "MIN_MEMORY", 1 << 60)
+    monkeypatch.setattr(spare_worker, "MIN_MEMORY", 1 << 60)
     one = waiting(IMPORTED)
     assert one.process is None and one.take() is None
 

@@ -29,7 +29,6 @@ from qwen3_tts_cuda_graphs.prompts.cut import PAUSE
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part
 from qwen3_tts_cuda_graphs.serving import engine_host
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import encode_whole
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 from qwen3_tts_cuda_graphs.serving.service import read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
@@ -41,7 +40,7 @@ PCM = {"response_format": "pcm", "seed": 5, "max_new_tokens": 4}
 
 @pytest.fixture(scope="module")
 def speech(checkpoint, tmp_path_factory):
-    """A model that clones, and one with speakers of its own, which never ends."""
+    """A model that clones, and one with preset speakers, which never ends."""
     folders = [checkpoint(), checkpoint("custom_voice")]
     folder = tmp_path_factory.mktemp("scripts")
     torch.save(50 * torch.load(folders[0] / "speaker.pt").flip(0), folder / "other.pt")
@@ -65,7 +64,8 @@ SCRIPT = "[pause 1.5]One nginx.\n[voice vivian]Two. [pause 0.001][voice other] T
 
 
 def test_a_script_of_two_models_is_its_parts_and_silence(server, speech):
-    """To the sample, in one answer; each voice finds its model, and each part has the seed of its number."""
+    """Exact to the sample, in one response; each part is spoken by the model that has its voice, with the seed of its
+    number."""
     one = said(server, "One engine x.", voice="speaker")
     two, three = said(server, "Two.", voice="vivian", seed=6), said(server, "Three.", voice="other", seed=7)
     expected = np.concatenate([zeros(1.5), one, zeros(PAUSE), two, zeros(0.001), three, zeros(0.25)])
@@ -110,7 +110,7 @@ def test_a_script_of_two_models_is_its_parts_and_silence(server, speech):
     "fields", [{"speed": 2.0, "response_format": "pcm"}, {"speed": 0.5, "response_format": "mp3"}], ids=str
 )
 def test_times_are_those_of_what_is_heard(server, fields):
-    """The words of each part in a tempo of their own, and pauses as long as they say, as on the command line."""
+    """Each part has its own tempo, and pauses keep their length, as on the command line."""
     text = "[pause 0.5]One. [pause 1] Two."
     plain = server.speak(input=text, timestamps=True, **PCM).json
     content = server.speak(input=text, timestamps=True, **PCM | fields).json
@@ -140,7 +140,7 @@ def test_the_same_sound_as_in_the_library(server, speech, seed):
 
 
 def test_long_parts_are_cut_as_in_the_library(server, speech):
-    """A row has room for 38 tokens at 12 frames each: the tiny tokenizer has one for each byte."""
+    """A row has room for 38 tokens at 12 frames each: the tiny tokenizer has one token per byte."""
     host = speech.models[0].engine.process.worker.host
     long = " ".join(f"This sentence has the number {number}." for number in range(3))
     text = f"[voice]{long} [pause 0.5] End."
@@ -245,7 +245,7 @@ def test_an_error_is_not_hidden_by_a_pause(server, speech):
 @mock.patch.object(engine_host, "MIN_FRAME_LIMIT", 24)
 @frame_limits(24, per_token=2)
 def test_speech_that_does_not_end_is_stopped_where_it_is_wanted(server, speech, caplog):
-    """At 24 frames, or 2 for each token; and the answer says so."""
+    """After 24 frames, or 2 per token; and the response reports it."""
     model = "tiny-custom_voice"
     fields = dict(model=model, limit_speech=True, max_new_tokens=None, response_format="pcm", seed=1)
     (part,) = server.speak(input="[voice ryan]" + "a" * 20, timestamps=True, **fields).json["parts"]
@@ -273,7 +273,7 @@ def test_speech_that_does_not_end_is_stopped_where_it_is_wanted(server, speech, 
 
 
 def test_a_client_that_leaves_within_a_pause(server, speech):
-    """Minutes of silence: nothing of it is kept back, and both places are free at once."""
+    """With minutes of silence: it is not buffered, and both places are freed at once."""
     text = "One. [voice vivian]" + "[pause 60]" * 100 + "Two."
     with server.asking(input=text, voice="speaker", **PCM) as connection:
         response = connection.getresponse()
@@ -284,11 +284,11 @@ def test_a_client_that_leaves_within_a_pause(server, speech):
 
 @pytest.mark.parametrize("format", ["pcm", "wav", "flac"])
 def test_a_whole_file_is_sent_in_pieces(server, speech, format):
-    """To join minutes of sound, or to have them in base64 at once, would take the event loop for seconds."""
+    """Joining minutes of audio, or encoding it as base64 at once, would block the event loop for seconds."""
 
     async def pieces():
         answer = Answer(speech, SpeechOptions(response_format=format), [Part("", pause=60), Part("", pause=40)])
-        return [piece async for piece in encode_whole(answer, lambda size: None)]
+        return [piece async for piece in answer.encode_whole(lambda size: None)]
 
     whole = speech.submit(pieces()).result(LIMIT)
     assert max(map(len, whole)) < 3 * RATE
@@ -299,7 +299,7 @@ def test_a_whole_file_is_sent_in_pieces(server, speech, format):
 
 
 def test_a_large_lexicon_and_many_styles(server):
-    """The lexicon is checked once, not for each of them: others are answered meanwhile."""
+    """The lexicon is checked once rather than for each style, and other requests are answered meanwhile."""
     lexicon = {f"{number:0100}": "a" for number in range(1000)}
     text = "[voice nobody]a[voice]" + "".join(f"[style: {number}]a" for number in range(250))
     with ThreadPoolExecutor() as threads:
@@ -318,7 +318,7 @@ def test_a_large_lexicon_and_many_styles(server):
     ids=["memory", "time"],
 )
 def test_hours_of_silence_as_a_whole(speech, limits, code):
-    """They end at a limit, and meanwhile the server answers others."""
+    """They are refused at a limit, and the server answers other requests meanwhile."""
     with RunningServer(speech, **limits) as server, ThreadPoolExecutor() as threads:
         asked = threads.submit(server.speak, input="[pause 60]" * 400 + "One.", stream=False, **PCM)
         answers = itertools.takewhile(lambda _: not asked.done(), iter(lambda: server.ask("GET", "/livez").status, 0))
@@ -339,7 +339,7 @@ def test_no_part_finds_a_full_queue(server, speech):
 
 
 def test_a_worker_that_is_to_end_speaks_its_first_part(checkpoint, tmp_path):
-    """Its turn comes when it drains already."""
+    """The part begins when its worker is already draining."""
     with serving([checkpoint(), checkpoint("custom_voice")], tmp_path) as server, ThreadPoolExecutor() as threads:
         speech = server.speech
         never_end(speech)

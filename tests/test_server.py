@@ -1,4 +1,4 @@
-"""The HTTP server: what clients send, what they get, and what happens when they make mistakes or go away."""
+"""The HTTP server: valid requests, invalid requests, and clients that disconnect."""
 
 import asyncio
 import base64
@@ -54,6 +54,7 @@ from websockets.sync.client import connect
 from qwen3_tts_cuda_graphs.common.formats import SUBTYPES
 from qwen3_tts_cuda_graphs.common.samples import to_int16
 from qwen3_tts_cuda_graphs.serving import engine_host, voice_folder
+from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from qwen3_tts_cuda_graphs.serving.connections import SECONDS_TO_BEGIN
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
@@ -61,7 +62,7 @@ from qwen3_tts_cuda_graphs.serving.engine_host import RECORDING_THREADS
 from qwen3_tts_cuda_graphs.serving.model import OPENAI_VOICES
 from qwen3_tts_cuda_graphs.serving.recordings import Decoders, start_decoder
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, parse
-from qwen3_tts_cuda_graphs.serving.server import MAX_REGISTRATIONS
+from qwen3_tts_cuda_graphs.serving.routes import MAX_REGISTRATIONS
 from qwen3_tts_cuda_graphs.serving.server_options import make_settings, parse_arguments
 from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings, check_host
@@ -83,7 +84,8 @@ def as_text(data: bytes) -> str:
 
 @pytest.fixture
 def frames(monkeypatch):
-    """The model's work: `count` of its frames, and `may_go_on` for those after the first of an utterance."""
+    """Control of the model: `count` of its frames, and `may_go_on`, which lets utterances continue after their first
+    frame."""
     frames = SimpleNamespace(count=0, may_go_on=threading.Event())
     frames.may_go_on.set()
     original = Runner.launch
@@ -99,7 +101,8 @@ def frames(monkeypatch):
 
 @pytest.fixture
 def made_voices(monkeypatch):
-    """Voices that are made from recordings: their count, whether one has begun and may go on, and one for all."""
+    """Control of making voices from recordings: their count, whether one has begun, whether it may continue, and one
+    prompt to use instead of all."""
     voices = SimpleNamespace(count=0, begun=threading.Event(), may_go_on=threading.Event(), instead=None)
     voices.may_go_on.set()
     original = engine_host.clone_prompt
@@ -119,7 +122,7 @@ def requests_with(speech, outcome: str) -> float:
 
 
 def spoken_alone(speech, **arguments) -> np.ndarray:
-    """What the engine says in this process."""
+    """The engine's speech without the server."""
     method, voice = speech.tts.generate_voice_clone, {"voice_clone_prompt": speech.host.file_voices["speaker"]}
     stream = speech.engine.stream(method, text="Hello there.", language="Auto", **SHORT, **voice, **arguments)
     chunks = []
@@ -129,12 +132,12 @@ def spoken_alone(speech, **arguments) -> np.ndarray:
     return np.concatenate(chunks)
 
 
-# ---- What a request gets
+# ---- Responses
 
 
 def test_the_audio_is_the_engines(server, speech):
-    """The other formats have the same samples: see below."""
-    expected = to_int16(spoken_alone(speech)).tobytes()  # as the worker converts it
+    """wav and pcm have the samples of the engine; the other formats are tested below."""
+    expected = to_int16(spoken_alone(speech)).tobytes()  # the conversion of the worker
     assert len(expected) == 5 * FRAME
     answer = server.speak(response_format="pcm")
     assert answer.status == 200 and answer.body == expected
@@ -143,7 +146,7 @@ def test_the_audio_is_the_engines(server, speech):
 
 
 def decoded(audio: bytes) -> np.ndarray:
-    """As samples at 24 kHz. Decoders know how many of the first are an encoder's, except in mp3 and aac files."""
+    """Samples at 24 kHz. Decoders skip an encoder's initial padding, except in mp3 and aac files."""
     to_24_khz = av.AudioResampler("s16", "mono", 24000)
     with av.open(io.BytesIO(audio)) as file:
         frames = [frame for packet in file.decode(audio=0) for frame in to_24_khz.resample(packet)]
@@ -159,14 +162,14 @@ def likeness(audio: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("name", [*CONTENT_TYPES, "WAV", ""])
 def test_every_format(server, name):
-    """Streamed and whole. Upper case and nothing as well, which is mp3 as with OpenAI: some programs rely on it."""
+    """Streamed and whole. Upper case is accepted, and no format means mp3 as with OpenAI: some programs rely on it."""
     kind = (name or "mp3").lower()
     streamed, whole = (server.speak(response_format=name, **fields) for fields in ({}, {"stream": False}))
     assert streamed.status == whole.status == 200
     assert streamed.headers["Content-Type"] == whole.headers["Content-Type"] == CONTENT_TYPES[kind]
     assert streamed.headers["Transfer-Encoding"] == "chunked" and "Content-Length" not in streamed.headers
     assert int(whole.headers["Content-Length"]) == len(whole.body)
-    if kind in SUBTYPES:  # no header says what it is
+    if kind in SUBTYPES:  # without a header
         assert whole.body == streamed.body
         return
     audio, expected = decoded(streamed.body), np.frombuffer(server.pcm(), "<i2")
@@ -180,14 +183,14 @@ def test_every_format(server, name):
 @pytest.mark.parametrize("name", COMPRESSED)
 @pytest.mark.parametrize("frames", [1, 8])
 def test_compressed_formats_leave_at_once(name, frames):
-    """mp3 and opus with the first 80 ms, aac and flac with the second; decoded, they sound like what went in."""
+    """mp3 and opus are sent with the first 80 ms, aac and flac with the second. Decoded, they resemble the input."""
     time = np.arange(3 * 24000) / 24000
     tone = (12000 * np.sin(2 * np.pi * (200 + 150 * time) * time)).astype(np.int16)
     encoder = Encoder(name, 24000)
     pieces = [encoder.add(chunk) for chunk in np.split(tone, range(1920 * frames, len(tone), 1920 * frames))]
     at_once = 0 if name in ("mp3", "opus") or frames > 1 else 1
     assert len(b"".join(pieces[: at_once + 1])) > 150  # more than a header
-    assert all(map(bytes.__add__, pieces[1:], pieces[2:]))  # no two without any
+    assert all(map(bytes.__add__, pieces[1:], pieces[2:]))  # no two consecutive pieces are empty
     audio = decoded(b"".join([*pieces, encoder.finish()]))
     if name == "flac":
         np.testing.assert_array_equal(audio, tone)
@@ -197,9 +200,9 @@ def test_compressed_formats_leave_at_once(name, frames):
 
 @pytest.mark.parametrize("speed", [0.25, 0.8, 4])
 def test_speed_changes_the_tempo_and_keeps_the_pitch(speed):
-    """Without atempo the samples are those of the model, and a player that is faster also sounds higher."""
+    """At speed 1 the samples are the model's. Playing faster without atempo would raise the pitch."""
     tone = (6000 * np.sin(2 * np.pi * 440 * np.arange(4 * 24000) / 24000)).astype(np.int16)
-    tone[-2400:] *= 4  # the end is loud, and must be heard: atempo alone leaves out some of it
+    tone[-2400:] *= 4  # the end is loud and must be complete: atempo alone drops some of it
     encoder = Encoder("pcm", 24000, speed)
     pieces = [encoder.add(chunk) for chunk in np.split(tone, range(1920, len(tone), 1920))]
     assert any(pieces[:4])  # it is streamed
@@ -211,7 +214,7 @@ def test_speed_changes_the_tempo_and_keeps_the_pitch(speed):
 
 
 def test_without_pyav(server, monkeypatch):
-    """wav and pcm still work; the others say what to install."""
+    """wav and pcm still work; for the others the error says what to install."""
     monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.audio_formats.av", None)
     assert server.speak(response_format="wav").status == server.speak(response_format="pcm").status == 200
     for fields in ({}, {"response_format": "flac"}, {"response_format": "pcm", "speed": 2}):
@@ -231,8 +234,9 @@ def test_without_pyav(server, monkeypatch):
     ],
 )
 def test_fields_that_nobody_knows_are_named(server, fields, ignored):
-    """They were ignored without a word. A field that is missing may be one of them. So with what a model cannot use:
-    openai-agents sends instructions with every request, and got 400 from every Base model."""
+    """Unknown fields were ignored silently, although one of them may be meant as a missing field. Fields that the model
+    does not use are reported in the same way: openai-agents sends instructions with every request, and got 400 from
+    every Base model."""
     answer, plain = server.speak(response_format="pcm", **fields), server.speak(response_format="pcm")
     assert answer.status == 200 and answer.body == plain.body and "X-Ignored" not in plain.headers
     assert answer.headers["X-Ignored"] == ignored or not ignored and answer.headers["X-Ignored"].endswith(", 3 more")
@@ -248,12 +252,12 @@ SLOW_FORM = b"--B\r\nContent-Disposition: form-data; name=x-\r\n\r\n" + b"a" * 5
     [
         ("speech", b'{"text": "Hello."}', JSON, 400, "input is missing.*text \\(did you mean input\\?\\)"),
         ("speech", b"{}", JSON | {"Content-Encoding": "gzip"}, 415, "content encoding is 'gzip'"),
-        # Web pages may send these without asking first.
+        # Browsers send these for any web page without a preflight request.
         *(("speech", b"{}", {"Content-Type": kind}, 415, "must be application/json") for kind in NOT_JSON),
-        # Punycode takes a time that grows with the square of the length: 840 KB stopped every listener for a minute.
+        # The time to decode punycode is quadratic in its length: 840 KB blocked every listener for a minute.
         ("voices", SLOW_FORM + b"\r\n--B--\r\n", PUNYCODE, 415, "utf-8"),
         ("convert?response_format=mp3", wav_bytes(np.zeros(0, np.int16), 24000), {}, 400, "no samples"),
-        # The answer was FFmpeg's own text.
+        # The message was FFmpeg's own.
         ("convert?response_format=opus", wav_bytes(np.zeros(4410), 44100), {}, 400, "^opus cannot have 44100 Hz: send"),
     ],
     ids=lambda value: str(value)[:30],
@@ -271,7 +275,7 @@ def test_what_is_refused_in_words(server, path, body, headers, status, words):
         ({"language": "xx"}, "language", "no language 'xx'"),
         ({"ref_text": "what it says"}, "ref_text", "send ref_audio, or leave"),
         ({"x_vector_only_mode": True}, "x_vector_only_mode", "send ref_audio, or leave"),
-        # The remedy must be one that a client has.
+        # The remedy must be possible for a client.
         (
             {"input": "word " * 500, "non_streaming_mode": True},
             None,
@@ -286,8 +290,8 @@ def test_fields_that_are_refused_in_words(server, fields, param, words):
 
 @pytest.mark.parametrize("protocol", ["h2c", "TLS/1.2"])
 def test_offers_of_other_protocols_are_ignored(server, protocol):
-    """Java's HTTP client makes one with each request. The body was lost: 400. One that is refused unread, with what
-    looks like an offer in it, is no head either."""
+    """Java's HTTP client offers h2c with each request. Its body was lost, and the status was 400. A body that was
+    refused unread and looks like such an offer must not be taken for a head."""
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol, "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
     assert server.speak(headers=offer).status == 200
     body = f"xxxxxxxxxx\r\nUpgrade: {protocol}\r\n\r\n".encode()
@@ -300,7 +304,8 @@ def test_offers_of_other_protocols_are_ignored(server, protocol):
 
 
 def test_an_upload_that_is_refused_early_gets_its_answer(speech):
-    """The rest of it was taken for a head without an end, and the connection was reset."""
+    """The rest of the body was taken for an endless head, and the connection was reset before the client could read the
+    answer."""
     with RunningServer(speech, api_key="secret") as server, server.open() as connection:
         connection.sendall(request_bytes(length=3_000_000))
         assert connection.recv(100).startswith(b"HTTP/1.1 401")
@@ -313,7 +318,7 @@ def test_an_upload_that_is_refused_early_gets_its_answer(speech):
 
 
 def test_http_1_0_has_no_chunks(server):
-    """Their sizes were in the middle of the audio, for clients that do not expect them."""
+    """The sizes of chunks were sent in the middle of the audio, which HTTP/1.0 clients do not expect."""
     expected = server.pcm()
     for fields in ({}, {"stream": False}, {"stream_format": "sse"}):
         with server.open() as connection:
@@ -327,7 +332,7 @@ def test_http_1_0_has_no_chunks(server):
 
 
 def test_a_slash_too_many(server):
-    """At the end it was answered with a redirect, to http behind a proxy with https; within, with 404."""
+    """A trailing slash caused a redirect to http even behind an https proxy; a doubled one caused 404."""
     body = json.dumps({"input": "Hello.", **SHORT})
     for path in ("/v1/audio/speech/", "/v1/audio/speech//", "/v1//audio/speech", "//v1/audio/speech"):
         assert server.ask("POST", path, body, JSON).status == 200
@@ -341,14 +346,14 @@ def test_server_sent_events(server, name):
     *deltas, done = events = events_of(answer.body)
     assert {event["type"] for event in deltas} == {"speech.audio.delta"}
     assert audio_of(events) == server.speak(response_format=name).body
-    assert len(deltas) == (5 if name == "mp3" else 4)  # chunks of 1, 1, 2 and the rest, and what the encoder still has
+    assert len(deltas) == (5 if name == "mp3" else 4)  # chunks of 1, 1, 2 and the rest, then the end of the encoder
     usage = {"input_tokens": 12, "output_tokens": 5, "total_tokens": 17}
     parts = [{"index": 0, "start_seconds": 0, "end_seconds": 0.4}]
     assert done == {"type": "speech.audio.done", "usage": usage, "parts": parts}
 
 
 def test_bytes_leave_when_the_first_chunk_exists(server, frames):
-    """The first frame must be with the client while the second is not made yet."""
+    """The client receives the first frame before the second is generated."""
     frames.may_go_on.clear()
     with server.asking() as connection:
         response = connection.getresponse()
@@ -359,7 +364,7 @@ def test_bytes_leave_when_the_first_chunk_exists(server, frames):
 
 
 def test_audio_passes_no_middleware(server, monkeypatch):
-    """Each has a `send` of its own, five in all, which took a fifth of the time per chunk."""
+    """Each of five middlewares wraps `send`, which took a fifth of the time per chunk."""
     seen = []
 
     def watch(scope, send):
@@ -393,7 +398,7 @@ def test_fields_as_clients_send_them(server):
 
 def names_of_voices(server) -> list[str]:
     voices = server.ask("GET", "/v1/audio/voices").json["voices"]
-    assert all(voice["id"] == voice["name"] for voice in voices)  # as Open WebUI reads them
+    assert all(voice["id"] == voice["name"] for voice in voices)  # in the form for Open WebUI
     return [voice["id"] for voice in voices]
 
 
@@ -408,17 +413,17 @@ def test_preset_voices(server, preset_server):
     assert "ref_audio is not for" in preset_server.speak(ref_audio="AAAA").error["message"]
     error = preset_server.register("me", b"").error
     assert "not for a CustomVoice" in error["message"] and error["param"] == "audio_sample"
-    for voice in ("default", "Default"):  # programs send this name to servers that are not OpenAI's
+    for voice in ("default", "Default"):  # some programs send this name to other servers than OpenAI's
         assert server.speak(voice=voice).status == preset_server.speak(voice=voice).status == 200
 
 
 def test_a_designed_voice(checkpoint, tmp_path):
-    """A VoiceDesign model has no names, but clients send some."""
+    """A VoiceDesign model has no voice names, but clients send some."""
     with serving(checkpoint("voice_design"), tmp_path) as server:
         assert server.pcm(voice="nova") == server.pcm() != server.pcm(instructions="an old sailor")
 
 
-# ---- Voices that clients bring
+# ---- Voices of clients
 
 
 def test_cloning_within_the_request(server, speech, wav):
@@ -428,13 +433,13 @@ def test_cloning_within_the_request(server, speech, wav):
         assert server.pcm(ref_audio=same) == plain
     assert server.pcm(ref_audio=text, ref_text="what it says") != plain
     assert server.pcm(ref_audio=text, ref_text="what it says", x_vector_only_mode=True) == plain
-    server.pcm(ref_text="", x_vector_only_mode=False)  # clients that send every field
+    server.pcm(ref_text="", x_vector_only_mode=False)  # some clients send every field
     embedding = speech.host.file_voices["speaker"]["ref_spk_embedding"][0].float().tolist()
     assert server.pcm(speaker_embedding=embedding) == server.pcm()
 
 
 def test_a_voice_that_nobody_waits_for_is_not_kept(server, speech, wav, made_voices):
-    """Clients leave while their voices are made, or before: others would wait for these, too."""
+    """Clients may disconnect while their voice is made, or before, which must not delay the voices of others."""
     before, host = set(speech.host.prompts), speech.host
     made_voices.may_go_on.clear()
     with contextlib.ExitStack() as clients:
@@ -445,7 +450,7 @@ def test_a_voice_that_nobody_waits_for_is_not_kept(server, speech, wav, made_voi
     wait_until(lambda: not host.pending)
     made_voices.may_go_on.set()
     wait_until_free(speech)
-    server.pcm(ref_audio=as_text(wav))  # after what was queued
+    server.pcm(ref_audio=as_text(wav))  # after those in the queue
     assert made_voices.count == RECORDING_THREADS + 1
     wait_until(lambda: set(host.prompts) == before)
 
@@ -457,23 +462,24 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
     spoken = server.pcm(voice="my-voice")
     assert spoken != server.pcm()
     for name, problem in {"my-voice": "already", "speaker": "already", "my voice": "cannot be used"}.items():
-        error = server.register(name, wav, ref_text="x" * 5000).error  # too long: the name is checked before
+        error = server.register(name, wav, ref_text="x" * 5000).error  # too long, but the name is checked first
         assert problem in error["message"] and error["param"] == "name"
 
-    again = Service(str(checkpoint()), "cpu", settings=speech.settings)  # after a restart
+    again = Service(str(checkpoint()), "cpu", settings=speech.settings)  # like after a restart
     assert again.voice_names() == ["my-voice"]
     assert again.voices()[0]["ref_text"] == "what it says"
-    speech.models[0].engine.connection.voice_keys.clear()  # made again from the file
+    speech.models[0].engine.connection.voice_keys.clear()  # made again from its file
     assert server.pcm(voice="my-voice") == spoken
 
-    with ThreadPoolExecutor() as threads:  # two at once: the second was a 500
+    with ThreadPoolExecutor() as threads:  # two at the same time: the second got 500
         assert sorted(threads.map(server.forget, ["My-Voice", "my-voice"])) == [200, 404]
     assert server.speak(voice="my-voice").status == 400
     assert not list(speech.settings.voices.iterdir())
 
 
 def test_a_registered_voice_is_made_once(server, speech, wav, made_voices):
-    """All who asked for it first, after a restart, had it made, and the worker kept it as often. One of them leaves."""
+    """After a restart, each of the first requests for a voice had it made again, and the worker stored all copies. Here
+    one of them is cancelled meanwhile."""
     before, host, worker = set(speech.host.prompts), speech.host, speech.models[0].engine.connection
     assert server.register("me", wav).status == 200 and made_voices.count == 1
     worker.send(op="forget", keys=[worker.voice_keys.popitem()[1].result()])
@@ -493,7 +499,7 @@ def test_a_registered_voice_is_made_once(server, speech, wav, made_voices):
 
 @pytest.mark.parametrize("speed", [1, 0.5])
 def test_a_whole_file_knows_its_length(server, speed):
-    """soundfile could not read a FLAC without it, and what was converted to a WAV was said to have 4 GiB."""
+    """Without it soundfile cannot read a FLAC, and a converted WAV had a header for 4 GiB."""
     names = "wav", "flac", "ulaw_8000"
     wav, flac, ulaw = (server.speak(response_format=name, stream=False, speed=speed).body for name in names)
     (expected, _), (samples, _) = (soundfile.read(io.BytesIO(file), dtype="int16") for file in (wav, flac))
@@ -504,7 +510,8 @@ def test_a_whole_file_knows_its_length(server, speed):
 
 @pytest.mark.parametrize("name", ["wav", "mp3", "flac"])
 def test_malformed_files_are_not_converted(server, wav, name):
-    """Where a chunk is cut or has an impossible length, wave raises errors of several kinds: some were a 500."""
+    """If a chunk is incomplete or has an impossible length, wave raises several types of errors, some of which caused
+    500."""
     dice = random.Random(0)
     files = [wav[:length] for length in (0, 1, 3, 12, 20, 36, 40, 43, 44, 45, 47)]
     files += [wav[:4] + size + wav[8:] for size in (bytes(4), b"\xff" * 4)]
@@ -521,7 +528,7 @@ def test_malformed_files_are_not_converted(server, wav, name):
 @pytest.mark.parametrize("is_finished", [True, False])
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_an_encoder_is_freed_at_once(name, is_finished):
-    """It has megabytes in FFmpeg, and was in a reference cycle: full garbage collections are rare."""
+    """It holds megabytes of FFmpeg. It was part of a reference cycle, and full garbage collections are rare."""
 
     def containers() -> int:
         return sum(type(item) is av.container.OutputContainer for item in gc.get_objects())
@@ -541,7 +548,7 @@ def test_an_encoder_is_freed_at_once(name, is_finished):
 
 
 def test_trailers_without_an_end(server):
-    """Of a chunked body, without a key: uvicorn kept all of them, 900 MB in 5 s."""
+    """uvicorn stored all trailers of a chunked body, without a key: 900 MB in 5 s."""
     head = b"POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with server.open() as connection:
         connection.sendall(head + b"2\r\n{}\r\n0\r\n")
@@ -551,7 +558,7 @@ def test_trailers_without_an_end(server):
 
 
 def test_a_body_that_was_announced_and_refused(server):
-    """What came next on the connection was read as that body."""
+    """The next request on the connection was read as the body."""
     with server.open() as connection:
         connection.sendall(request_bytes(length=10, Content_Type="text/plain", Expect="100-continue"))
         received = read_to_the_end(connection)
@@ -559,7 +566,7 @@ def test_a_body_that_was_announced_and_refused(server):
 
 
 def test_a_worker_that_ends_while_a_voice_is_registered(server, speech, wav, monkeypatch):
-    """The call went to the next worker, which was still loading and ended because of it."""
+    """The call was sent to the next worker, which was still loading and ended because of it."""
     first, engine = speech.models[0].engine.connection, speech.models[0].engine
 
     def next_worker(name):
@@ -572,7 +579,7 @@ def test_a_worker_that_ends_while_a_voice_is_registered(server, speech, wav, mon
 
 
 def test_a_clients_mistakes_are_not_in_the_log(server, caplog):
-    """python_multipart and numpy wrote a line for each."""
+    """python_multipart and numpy logged a line for each."""
     form = {"Content-Type": "multipart/form-data; boundary=CC"}
     assert server.ask("POST", "/v1/audio/voices", b"--BB\r\n", form).status == 400
     loud = wav_bytes(np.full((24000, 2), 3e38, np.float32), 24000, subtype="FLOAT")
@@ -583,7 +590,7 @@ def test_a_clients_mistakes_are_not_in_the_log(server, caplog):
 
 
 def test_what_is_not_a_file_is_no_voice(server, speech):
-    """To open a pipe takes until somebody writes to it. All of the server waited for that."""
+    """Opening a pipe in the folder blocks until a writer opens it, which blocked the whole server."""
     speech.settings.voices.mkdir(exist_ok=True)
     os.mkfifo(speech.settings.voices / "pipe.safetensors")
     try:
@@ -593,7 +600,7 @@ def test_what_is_not_a_file_is_no_voice(server, speech):
 
 
 def test_a_voice_that_is_removed_before_it_is_used(server, speech, wav):
-    """A 404, not a failure of the server."""
+    """The status is 404, not 500."""
     with server.registered("me", wav):
         speech.host.prompts.clear()
         answer = server.speak(voice="me")
@@ -601,7 +608,8 @@ def test_a_voice_that_is_removed_before_it_is_used(server, speech, wav):
 
 
 def test_a_second_request_before_the_first_is_answered(server, speech):
-    """It hid that the client of the first had left. Now it is not read: the connection ends after the first answer."""
+    """It hid the disconnection of the first request's client. Now it is not read, and the connection is closed after
+    the first answer."""
     others = request_bytes(method="GET", path="/docs") * 1000
     with server.open() as connection:
         connection.sendall(request_bytes({"max_new_tokens": 450, "stream": False}))
@@ -619,7 +627,7 @@ def test_a_second_request_before_the_first_is_answered(server, speech):
 
 @pytest.fixture
 def broken_disk(monkeypatch):
-    """`with broken_disk("replace", errno.ENOSPC)`: a function of the system fails, as of a disk that is full."""
+    """`with broken_disk("replace", errno.ENOSPC)`: a function of the system fails as with a full disk."""
 
     @contextlib.contextmanager
     def broken_disk(part, code):
@@ -636,7 +644,7 @@ def broken_disk(monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 def test_a_voice_that_cannot_be_stored_is_not_kept(server, speech, wav, broken_disk, code, caplog):
-    """A full disk was a 500 with a traceback."""
+    """A full disk caused 500 and a traceback."""
     before, host = set(speech.host.prompts), speech.host
     for part in ("open", "chmod", "touch", "replace", "mkdir"):
         caplog.clear()
@@ -657,14 +665,14 @@ def test_a_voice_that_cannot_be_removed(server, wav, broken_disk):
 
 
 def test_an_upload_needs_no_temporary_files(server, recording, broken_disk):
-    """$TMPDIR may be full. It was a 500."""
+    """A full $TMPDIR caused 500."""
     file = wav_bytes(np.tile(recording[0], 15), recording[1])
     with broken_disk("TemporaryFile", errno.ENOSPC), server.registered("me", file):
         assert len(file) > 1_400_000
 
 
 def test_voices_are_for_this_user_only(tmp_path):
-    """Recordings and transcripts were readable for every user of the machine."""
+    """Recordings and transcripts were readable for all users of the machine."""
     folder = tmp_path / "new" / "voices"
     before = os.umask(0)
     try:
@@ -676,7 +684,7 @@ def test_voices_are_for_this_user_only(tmp_path):
 
 
 def test_what_a_killed_registration_has_left_is_removed(tmp_path):
-    """Not what another server is writing: that is locked, or has just been made."""
+    """Files that another server is writing stay: they are locked, or new."""
     names = [f".{name}.safetensors.0123abcd" for name in ("killed", "locked", "new", "old")]
     killed, locked, new, old = files = [tmp_path / name for name in names]
     for path in files:
@@ -709,7 +717,7 @@ def test_a_decoder_that_crashes_harms_nobody(server, speech, wav, signal_number)
 
 
 def test_broken_uploads_are_not_in_the_log(server, recording, capfd):
-    """libmpg123 writes to stderr itself."""
+    """libmpg123 itself writes to stderr."""
     mp3 = wav_bytes(*recording, format="MP3")
     dice = random.Random(0)
     for _ in range(20):
@@ -722,7 +730,8 @@ def test_broken_uploads_are_not_in_the_log(server, recording, capfd):
 
 @pytest.mark.parametrize("gain", [3.0, 1e30])
 def test_a_recording_beyond_full_scale(server, speech, recording, gain):
-    """The voice changed with a restart, as the file was clipped; one at 1e30 was registered and could not be used."""
+    """The stored file was clipped, so the voice changed after a restart; a recording with samples of 1e30 was
+    registered but could not be used."""
     with server.registered("loud", wav_bytes(gain * recording[0], recording[1], subtype="FLOAT")):
         (before,) = [*speech.host.prompts.values()][-1]
         speech.models[0].engine.connection.voice_keys.clear()
@@ -732,7 +741,7 @@ def test_a_recording_beyond_full_scale(server, speech, recording, gain):
 
 
 def test_an_embedding_that_is_not_finite(server, speech, wav, made_voices):
-    """It is refused when the voice is registered, not when somebody wants to hear it."""
+    """It is refused when the voice is registered, not when it is first used."""
     width = speech.models[0].config["talker_config"]["hidden_size"]
     made_voices.instead = [SimpleNamespace(ref_spk_embedding=torch.full([width], torch.nan))]
     for name, answer in (
@@ -754,7 +763,7 @@ def test_a_name_cannot_leave_its_folder(server, speech, wav, name):
 
 
 def test_a_broken_voice_file_is_left_out(checkpoint, tmp_path, caplog):
-    """The folder may hold files of somebody else: none of them is executed, none stops the server."""
+    """Others may put files into the folder: none of them is executed, and none stops the server."""
     (tmp_path / "broken.safetensors").write_bytes(b"\x80\x04not a voice")
     (tmp_path / "Bad Name.safetensors").write_bytes(b"")
     speech = Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
@@ -765,7 +774,7 @@ def test_a_broken_voice_file_is_left_out(checkpoint, tmp_path, caplog):
 def bad_recordings(wav):
     noise = np.random.default_rng(0).normal(0, 0.1, (96000, 8))
     huge = bytearray(wav)
-    huge[40:44] = b"\xff\xff\xff\x7f"  # a header that promises hours
+    huge[40:44] = b"\xff\xff\xff\x7f"  # the header announces hours
     return {
         "nothing": b"",
         "text": b"hello",
@@ -787,7 +796,7 @@ def bad_recordings(wav):
 
 
 def test_a_phones_recording_is_a_voice(server):
-    """test_audio_files.py has the other containers."""
+    """test_audio_files.py tests the other containers."""
     data = phone_recording(np.random.default_rng(0).normal(0, 0.1, 96_000), 48000, "webm", "libopus")
     assert server.speak(ref_audio=as_text(data)).status == 200
     with server.registered("phone", data):
@@ -809,7 +818,7 @@ def test_recordings_are_decoded_with_limits(server, wav):
 
 
 def test_nothing_is_fetched_for_strangers(server, tmp_path, wav):
-    """What an address or a path leads to is there, and would be a voice."""
+    """The URL and the path lead to an existing recording, which would be a valid voice."""
     (tmp_path / "voice.wav").write_bytes(wav)
     with socket.create_server(("127.0.0.1", 0)) as elsewhere, contextlib.chdir(tmp_path):
         elsewhere.setblocking(False)
@@ -833,7 +842,7 @@ def test_models_health_metrics(server, checkpoint):
     assert server.ask("GET", f"/v1/models/{model['id']}").json == model
     assert server.ask("GET", "/v1/audio/models").json["models"] == [model]  # Open WebUI
     assert server.ask("GET", "/v1/test").json == {"status": "ok"}  # wyoming-openai then lists the voices;
-    assert server.ask("GET", "/v1/readyz").status == 404  # with this it would take the model for the only one
+    assert server.ask("GET", "/v1/readyz").status == 404  # with this route it would take the model for the only voice
     other = server.ask("GET", "/v1/models/tts-1")
     assert other.status == 404 and model["id"] in other.error["message"]
     server.speak(), server.speak(temperature=-1)
@@ -863,14 +872,14 @@ def test_unknown_routes_and_methods(server):
 
 
 def test_every_response_has_an_id(server, monkeypatch, caplog):
-    """So that a client can say which request failed, and the log has the same id. An error inside leaks nothing."""
+    """A client can report which request failed, and the log has the same id. Internal errors reveal no details."""
     good = server.ask("GET", "/v1/models"), server.speak(), server.speak(stream_format="sse")
     bad = server.speak(temperature=-1), server.ask("GET", "/nothing"), server.speak(headers={"Origin": "http://x"})
     assert [answer.status for answer in (*good, *bad)] == [200, 200, 200, 400, 404, 403]
     failed = []
     for function, error, status, words in (
         ("answer.sampling", RuntimeError("/secret/path"), 500, "log"),
-        ("answer.sampling", TimeoutError("/secret/path"), 503, "took too long"),  # not the engine's
+        ("answer.sampling", TimeoutError("/secret/path"), 503, "took too long"),  # not an error of the engine
         ("service.Service.check", RuntimeError("/secret/path"), 500, "log"),
         ("service.Service.voices", RuntimeError("/secret/path"), 500, "log"),
     ):
@@ -897,7 +906,9 @@ def test_every_response_has_an_id(server, monkeypatch, caplog):
 
 def test_a_key_guards_every_route_but_health_and_docs(speech):
     key = "k\u00e4y-1"
-    with RunningServer(speech, api_key=f" {key}\n") as server:  # as from a file; clients cannot send white space
+    with RunningServer(
+        speech, api_key=f" {key}\n"
+    ) as server:  # may come from a file; HTTP clients cannot send surrounding white space
         open_routes = "/health", "/livez", "/docs", "/page.css", "/page.js"
         assert [server.ask("GET", path).status for path in open_routes] == [200] * 5
         open_routes += ("/v1/audio/speech/stream",)
@@ -912,7 +923,7 @@ def test_a_key_guards_every_route_but_health_and_docs(speech):
         for wrong in ("Bearer", "Bearer k", "Basic !", "Basic a2V5", b"Bearer \xff\xfe"):
             assert server.ask("GET", "/v1/models", headers={"Authorization": wrong}).status == 401
         assert server.ask("GET", "/").headers["WWW-Authenticate"] == "Bearer"
-    with RunningServer(speech, api_key=key, open_lists=True) as server:  # Open WebUI asks for these without it
+    with RunningServer(speech, api_key=key, open_lists=True) as server:  # Open WebUI requests these without the key
         for path in ("/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/test"):
             assert server.ask("GET", path).status == 200
             assert server.ask("POST", path).status == 401
@@ -920,7 +931,7 @@ def test_a_key_guards_every_route_but_health_and_docs(speech):
 
 
 def test_web_pages_of_other_hosts_are_refused(server, speech):
-    """A page that somebody looks at could otherwise speak to a server on their machine."""
+    """Any page open in a browser could otherwise use a server on the same machine."""
     foreign, own = {"Origin": "http://evil.example"}, {"Origin": f"http://127.0.0.1:{server.port}"}
     assert server.speak(headers=foreign).status == 403
     assert server.ask("POST", "/v1/audio/voices", headers=foreign).status == 403
@@ -934,7 +945,7 @@ def test_web_pages_of_other_hosts_are_refused(server, speech):
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "content-type, x-stainless-os",
         }
-        preflight |= {"Access-Control-Request-Private-Network": "true"}  # a public page that calls this machine
+        preflight |= {"Access-Control-Request-Private-Network": "true"}  # a public page that calls a private address
         assert open_server.ask("OPTIONS", "/v1/audio/speech", headers=preflight).status == 200
 
 
@@ -949,8 +960,8 @@ def test_web_pages_of_other_hosts_are_refused(server, speech):
     ids=["this machine", "and a name", "compose.yaml", "with a key"],
 )
 def test_a_name_that_is_made_to_lead_here_is_refused(speech, settings, more_names):
-    """DNS rebinding: the browser takes a foreign page for our own, as its host's name leads to this machine. Only a
-    server on a loopback address looked. That of compose.yaml listens on 0.0.0.0, behind a published port."""
+    """DNS rebinding: a page whose host name resolves to this machine has the server's origin. Only servers on a
+    loopback address checked the Host header, but that of compose.yaml listens on 0.0.0.0, behind a published port."""
     if settings == "compose":
         settings = dict(hosts=make_settings(parse_arguments(compose_options()[1:])).hosts)
     with RunningServer(speech, **settings) as server:
@@ -980,7 +991,7 @@ def test_names_of_hosts():
 
 
 def compose_options() -> list[str]:
-    """Of the server in compose.yaml, as a shell would split them."""
+    """The options of the server in compose.yaml, split as by a shell."""
     command = re.search(r"command: >-\n((?:      .*\n)+)", (ROOT / "compose.yaml").read_text())[1]
     return shlex.split(command)
 
@@ -995,7 +1006,7 @@ def test_limits_of_a_request(speech, wav):
             chunked = JSON | {"Transfer-Encoding": "chunked"}
             assert server.ask("POST", "/v1/audio/speech", body, chunked).status == 413
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the server may close before everything is sent
+            pass  # the server may close the connection before everything is sent
         for answer in (server.register("x", wav), server.speak(ref_audio=as_text(wav))):
             assert answer.status == 413 and "50000" in answer.error["message"]
         answer = server.speak(ref_audio=as_text(wav[: 44 + 49_000]))  # 1.53 s
@@ -1003,7 +1014,7 @@ def test_limits_of_a_request(speech, wav):
 
 
 def test_a_request_that_never_ends(speech):
-    """Neither a body, nor the first head of a connection, nor a later one may hold it forever."""
+    """Neither a body nor the head of a first or later request may keep a connection open forever."""
     with RunningServer(speech, body_seconds=0.3) as server:
         with server.open() as connection:
             connection.sendall(request_bytes(b'{"input":', length=1000, Content_Type="application/json"))
@@ -1019,7 +1030,7 @@ def test_a_request_that_never_ends(speech):
 
 
 def test_draining_has_a_limit(speech):
-    """A listener who never reads must not keep the process alive."""
+    """A client that never reads must not keep the process alive."""
     with RunningServer(speech, drains=True, drain_seconds=0.3) as server:
         with server.unread(max_new_tokens=150) as connection:
             wait_until(lambda: speech.engine.counts() == (1, 0))
@@ -1031,7 +1042,7 @@ def test_draining_has_a_limit(speech):
 
 
 def test_draining_waits_for_a_whole_file(speech):
-    """Nothing was spoken any more, so the server ended while it was sent."""
+    """The server ended while the file was sent, since nothing was being spoken any more."""
     with RunningServer(speech, drains=True) as server:
         with server.unread(stream=False, max_new_tokens=100) as connection:
             wait_until(lambda: speech.in_flight)
@@ -1044,7 +1055,7 @@ def test_draining_waits_for_a_whole_file(speech):
 
 
 def test_a_stopped_engine_is_started_again(checkpoint, tmp_path, wav):
-    """It needed a person to restart the server."""
+    """The server had to be restarted by hand."""
     with serving(checkpoint(), tmp_path) as server, server.registered("me", wav):
         before = server.pcm(voice="me")
         server.speech.engine.close()
@@ -1058,7 +1069,7 @@ def test_a_stopped_engine_is_started_again(checkpoint, tmp_path, wav):
 
 
 def test_a_full_queue(server, speech):
-    """Two places and two that wait: the fifth is told to come back later, at once."""
+    """Two places and two that wait: the fifth request is refused at once with Retry-After."""
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(server.asking(max_new_tokens=400))
@@ -1085,26 +1096,26 @@ def test_a_client_that_goes_away_frees_its_place(server, speech, frames, has_beg
 
 
 def test_text_that_can_never_fit(server, speech):
-    """Every frame takes a token: 600 of them were spoken into 512 positions, and then the response broke off. With
-    max_new_tokens the text is one utterance."""
+    """Every frame takes a token of text: 600 of them were spoken into 512 positions, then the response was broken off.
+    With max_new_tokens the text is one utterance."""
     frames = speech.metrics.audio._value.get()
     fields = {"input": "a b " * 150, "non_streaming_mode": False}
     answer = server.speak(**fields, max_new_tokens=1000)
     assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
     assert re.search(r"takes at least 6\d\d of 512 positions: shorten input", answer.error["message"])
     assert speech.metrics.audio._value.get() == frames
-    assert server.speak(**fields).status == 200  # the client's own max_new_tokens ends it before
+    assert server.speak(**fields).status == 200  # the client's own max_new_tokens ends it earlier
 
 
 def test_speech_that_is_cut_off_is_not_a_short_file(server, caplog):
-    """Speech may reach the end of the cache: the client must not take it for complete.
+    """When speech reaches the end of the cache, the client must not take it for complete.
 
-    uvicorn's own words for it, "ASGI callable returned without completing response", were an error in the log.
+    uvicorn logged "ASGI callable returned without completing response" as an error.
     """
     fields = {"input": "a" * 480, "max_new_tokens": 500, "non_streaming_mode": True, "response_format": "pcm"}
     with pytest.raises(http.client.IncompleteRead):
         server.speak(**fields)
-    # HTTP 1.0 has no chunks: a proxy took the end of the connection for that of the speech and passed a short file on.
+    # HTTP/1.0 has no chunks: a proxy took the closed connection for the end of the speech and sent a short file.
     with server.open() as connection, pytest.raises(ConnectionResetError):
         connection.sendall(request_bytes(fields, version="1.0"))
         read_to_the_end(connection)
@@ -1122,8 +1133,8 @@ def test_speech_that_is_cut_off_is_not_a_short_file(server, caplog):
 
 
 def test_a_long_text_is_spoken_in_parts(checkpoint, wav, tmp_path):
-    """OpenAI takes 4,096 characters. Here 500 ended with a broken connection, after minutes of speech. A worker that is
-    to end speaks the other parts: systemd sends SIGTERM to all processes of a service."""
+    """OpenAI accepts 4,096 characters. Here 500 ended with a broken connection, after minutes of speech. A draining
+    worker speaks the remaining parts, too: systemd sends SIGTERM to all processes of a service."""
     sentences = [f"This is the sentence with the number {number}." for number in range(4)]
     text = " ".join(sentences)
     fields = {"response_format": "pcm", "max_new_tokens": None}
@@ -1153,7 +1164,7 @@ def open_connections(server) -> int:
     ids=["while it is made", "events", "when it is complete"],
 )
 def test_a_listener_who_does_not_read_is_given_up(speech, fields):
-    """A connection that was closed kept its socket and the audio for good, as closing waits for the client."""
+    """Closing waits for the client, so the socket and the audio of a closed connection were never freed."""
     with RunningServer(speech, send_seconds=0.3) as server, server.unread(**fields):
         wait_until(lambda: speech.in_flight)
         wait_until_free(speech)
@@ -1161,10 +1172,10 @@ def test_a_listener_who_does_not_read_is_given_up(speech, fields):
 
 
 def test_a_listener_who_reads_slowly_is_served(speech):
-    """The system asks for more when much of its buffer is free, which takes a slow listener longer than the limit: a
-    player of 32 kbit/s lost its connection."""
+    """The kernel accepts more data only when much of its buffer is free, which takes a slow client longer than the
+    limit: a player of 32 kbit/s lost its connection."""
     with RunningServer(speech, send_seconds=1.0) as server, socket.socket() as connection:
-        server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 19)  # as the server's process does
+        server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 19)  # as server.py does
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
         connection.settimeout(LIMIT)
         connection.connect(("127.0.0.1", server.port))
@@ -1178,8 +1189,9 @@ def test_a_listener_who_reads_slowly_is_served(speech):
 
 
 def test_a_connection_is_kept_between_requests(speech):
-    """For 5 s: a client that posts every 5 s lost some, and proxies gave 502. The limit for a head is another one."""
-    assert Settings().keep_alive_seconds > 90  # Go's clients and some proxies keep theirs for as long
+    """It was kept for 5 s: a client that posts every 5 s lost some requests, and proxies answered 502. The time limit
+    for a head is a different one."""
+    assert Settings().keep_alive_seconds > 90  # Go's clients and some proxies keep theirs for this long
     with RunningServer(speech, keep_alive_seconds=1.0, body_seconds=0.2) as server:
         with contextlib.closing(server.connect()) as connection:
             for _ in range(2):
@@ -1194,7 +1206,8 @@ def test_a_connection_is_kept_between_requests(speech):
 
 
 def test_a_connection_that_waits_gives_way(speech):
-    """Idle ones, or those whose heads never end, shut everybody out. Those in use and WebSockets stay."""
+    """Connections that are idle, or whose heads never end, blocked all new ones. Those in use and WebSockets stay
+    open."""
     with RunningServer(speech, max_connections=4) as server, contextlib.ExitStack() as stack:
         websocket = stack.enter_context(server.talk()).websocket
         unread = stack.enter_context(server.unread(max_new_tokens=400))
@@ -1214,7 +1227,8 @@ def test_a_connection_that_waits_gives_way(speech):
 
 
 def test_connections_that_do_nothing_are_counted(speech):
-    """Only requests in progress were. Those beyond the limit get a 503, and a little further nothing."""
+    """Only requests in progress were counted. Connections beyond the limit get 503, and those far beyond it are
+    closed."""
     with RunningServer(speech, max_connections=1) as server, contextlib.ExitStack() as stack:
         stack.enter_context(server.open())
         wait_until(lambda: open_connections(server) == 1)
@@ -1245,15 +1259,15 @@ def test_large_requests_share_a_limit(speech):
                 assert "too many large requests" in session.receive()["message"]
         wait_until(lambda: server.speak(input="x" * 30_000).status == 400)  # too long for a text
         with contextlib.ExitStack() as stack:
-            for _ in range(MAX_REGISTRATIONS):  # one that is being received is one
+            for _ in range(MAX_REGISTRATIONS):  # a message that is being received counts
                 stack.enter_context(upload(server, 10))
             wait_until(lambda: server.register("me", b"").status == 429)
             assert "later" in server.register("me", b"").error["message"]
 
 
 def test_whole_files_share_the_limit(speech):
-    """They are in memory until they have been read. One that is too much was spoken and collected, and only then
-    refused."""
+    """They are in memory until the client has read them. One that exceeded the limit was refused only after it was
+    completely spoken."""
     with RunningServer(speech, max_held=100_000) as server:
         fields = dict(response_format="pcm", stream=False)
         before = speech.metrics.audio._value.get()
@@ -1269,7 +1283,7 @@ def test_whole_files_share_the_limit(speech):
 
 
 def test_sigterm_to_all_processes(checkpoint, tmp_path):
-    """As systemd sends it: the worker ended after a minute, whatever --drain-seconds was, and was started again."""
+    """As sent by systemd: the worker ended after a minute, whatever --drain-seconds was, and was started again."""
     timeouts = Timeouts(drain=0.0, check_interval=0.1, exit=0.3)
     with contextlib.closing(load_speech(checkpoint(), tmp_path / "voices", timeouts=timeouts)) as speech:
         engine = speech.models[0].engine
@@ -1323,8 +1337,8 @@ def test_openai_errors(client):
 
 
 def test_servers_that_share_a_folder_share_its_voices(server, speech, checkpoint, wav):
-    """A voice registered at one replica must not be unknown to the next, nor one that was removed live on there. The
-    second one has no voice of its own: any will do."""
+    """A voice that one replica has registered or removed must also be known or unknown to the others. The second server
+    has no voice of its own, so that any voice is chosen."""
     with serving(checkpoint(), speech.settings.voices, speakers={}) as second:
         never_end(second.speech)
         assert "none is registered: POST a recording" in second.speak(voice="alloy").error["message"]
@@ -1332,28 +1346,32 @@ def test_servers_that_share_a_folder_share_its_voices(server, speech, checkpoint
         assert second.pcm(voice="alloy") == second.pcm(voice="me") == server.pcm(voice="me")
         assert second.register("me", wav).status == 400 and second.forget("me") == 200
         assert second.speak(voice="me").status == 400
-        wait_until(lambda: server.speak(voice="me").status == 400)  # it looks every second
+        wait_until(lambda: server.speak(voice="me").status == 400)  # it reads the folder every second
         with server.registered("me", wav, ref_text="what it says"):
             assert second.pcm(voice="me") == server.pcm(voice="me")
 
 
-# ---- A response, whoever serves it
+# ---- A response without our server
 
 
 async def sent_by(receive, chunks):
-    """What a SpeechResponse sends, of speech that `chunks` makes."""
+    """What a SpeechResponse sends for speech that `chunks` generates."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    class Spoken(SimpleNamespace):
+    class Spoken(Answer):
+        def __init__(self, **attributes):
+            vars(self).update(attributes)
+
         def __aiter__(self):
             return chunks()
 
     wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
     service = SimpleNamespace(responses=0, encoders=Encoders(0), settings=Settings(request_seconds=LIMIT))
-    response = SpeechResponse(Spoken(rate=24000, sample_rate=24000, options=wanted, service=service))
+    model = SimpleNamespace(engine=SimpleNamespace(rate=24000))
+    response = SpeechResponse(Spoken(model=model, options=wanted, service=service))
     await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
     return sent
 
@@ -1385,7 +1403,7 @@ def test_a_client_who_leaves_ends_the_speech():
 
 
 def test_a_connection_that_fails_ends_the_speech():
-    """As that of Ray's proxy may: with an error before the first audio, and incomplete after it."""
+    """As Ray's proxy may: with an error before the first audio, and an incomplete response after it."""
 
     def failing_after(seconds):
         async def receive():

@@ -1,4 +1,4 @@
-"""Bad input of every kind: always a 4xx (or an `error` message) with a sentence, and the server speaks on."""
+"""Invalid input of every kind: always a 4xx (or an `error` message) with a sentence, and the server keeps working."""
 
 import base64
 import contextlib
@@ -15,7 +15,7 @@ from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest
 
 HUGE = 10**400
 
-# Values that no field accepts as they are, beside those that some do.
+# Values that no field accepts, and some that a few fields accept.
 STRANGE = [
     *(None, True, False, 0, 1, -1, 0.5, -0.0, 1e-320, 1e308, -1e308, 2**31, 2**53, 2**63, 2**64, -(2**63), HUGE),
     *("", " ", "\n", "0", "1.0", "nan", "null", "\x00", "\ud800", "\udfff", "\u202e", "\ufeff", "\u0301"),
@@ -30,7 +30,7 @@ ALIASES = ["speaker"]
 
 @pytest.fixture(autouse=True)
 def still_speaks(server):
-    """After each test the server says what it said before, and every place is free."""
+    """After each test the same request gets the same speech as before, and every place is free."""
     yield
     wait_until_free(server.speech)
     answer = server.speak(response_format="pcm")
@@ -51,11 +51,11 @@ def post(server, content) -> "Answer":  # noqa: F821
 
 @pytest.mark.parametrize("field", [*SpeechRequest.model_fields, *ALIASES])
 def test_every_field(server, field):
-    """A strange value is refused, or it is one that the field allows and the answer is speech."""
+    """A strange value is refused, or accepted and answered with speech."""
     refused = 0
     for value in STRANGE:
         if field == "max_new_tokens" and value is None:
-            continue  # speaks until the cache is full
+            continue  # would speak until the cache is full
         answer = post(server, {"input": "Hi.", **SHORT, "max_new_tokens": 2, field: value})
         if answer.status != 200:
             assert_refused(answer, (field, value))
@@ -67,7 +67,7 @@ def test_every_field(server, field):
     "kind, field", [("base", "ref_text"), ("custom_voice", "instructions"), ("voice_design", "instructions")]
 )
 def test_texts_beside_the_input(server, checkpoint, tmp_path, wav, kind, field):
-    """Strange texts that reach the tokenizer. Half of a surrogate pair was a 500."""
+    """Strange texts that are tokenized. Half of a surrogate pair caused 500."""
     fields = {"input": "Hi.", **SHORT, "max_new_tokens": 2}
     with contextlib.ExitStack() as stack:
         if kind == "base":
@@ -159,7 +159,7 @@ def test_random_requests(server):
         good = bytearray(json.dumps({"input": "Hi.", "max_new_tokens": 2, "voice": "speaker", "seed": 3}).encode())
         for _ in range(dice.randint(1, 4)):
             good[dice.randrange(len(good))] = dice.randrange(256)
-        if b'"max_new_tokens": 2,' not in good:  # the tiny model may speak without an end
+        if b'"max_new_tokens": 2,' not in good:  # the speech of the tiny model may not end
             continue
         answer = post(server, bytes(good))
         if answer.status != 200:
@@ -192,7 +192,7 @@ def test_forms_that_are_no_voices(server):
 
 
 def test_what_is_not_http(server):
-    """Garbage on the socket, half of a request, a header without end."""
+    """Garbage on the socket, half a request, an endless header."""
     length = b"POST /v1/audio/speech HTTP/1.1\r\nContent-Length: x\r\n\r\n"
     for data in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", length, b"A" * 100_000):
         with server.open() as connection:
@@ -219,7 +219,7 @@ def websocket_garbage(dice: random.Random) -> list[str | bytes]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_websocket_garbage(server, seed):
-    """Every message gets an answer or is good; the connection may be closed after many, with a reason."""
+    """Every message is answered or valid; after many errors the connection may be closed with a reason."""
     with connect(server.websocket_address, open_timeout=LIMIT) as websocket:
         websocket.send(json.dumps({"type": "session.config", "max_new_tokens": 2}))
         try:
@@ -246,5 +246,5 @@ def test_websocket_frames_that_break_the_protocol(server):
             connection.sendall(handshake.encode())
             assert connection.recv(1000).startswith(b"HTTP/1.1 101")
             connection.sendall(frame)
-            while connection.recv(1000):  # the server closes
+            while connection.recv(1000):  # the server closes the connection
                 pass

@@ -1,4 +1,4 @@
-"""`python -m serving` as a process of its own: what it prints, how it ends, and that it leaks nothing."""
+"""`python -m serving` as a process: what it prints, how it ends, and that it does not leak."""
 
 import asyncio
 import collections
@@ -29,9 +29,9 @@ from serving_helpers import FRAME, LIMIT, Client, is_running, read_answer, reque
 
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.bench.over_http import audio_from
-from qwen3_tts_cuda_graphs.serving import messages, process
+from qwen3_tts_cuda_graphs.serving import messages, server
 from qwen3_tts_cuda_graphs.serving.__main__ import main
-from qwen3_tts_cuda_graphs.serving.process import greeting
+from qwen3_tts_cuda_graphs.serving.server import greeting
 from qwen3_tts_cuda_graphs.serving.server_options import PRIORITY, keep_to_this_machine
 from qwen3_tts_cuda_graphs.serving.server_options import open_port as bind
 from qwen3_tts_cuda_graphs.serving.service import Service
@@ -51,11 +51,12 @@ def endless(checkpoint, tmp_path_factory):
 
 
 def soak(server, count: int) -> tuple[collections.Counter, list[dict]]:
-    """Short requests, some bad, some abandoned: how they ended, and what the server uses after each fifth of them."""
+    """Short requests, some invalid, some abandoned: returns how they ended, and the server's usage after each fifth of
+    them."""
     speak_there = partial(audio_from, f"http://127.0.0.1:{server.port}")
 
     def ask(number: int) -> str:
-        """The kind of the request if it ended as it should, else how it ended."""
+        """Send one request. Returns its kind if it ended as expected, else how it ended."""
         dice = random.Random(number)
         kind = dice.choice(["good"] * 7 + ["bad", "abandoned", "whole"])
         request = dict(input="Hi.", response_format="pcm", max_new_tokens=dice.randint(2, 8), seed=number)
@@ -72,14 +73,14 @@ def soak(server, count: int) -> tuple[collections.Counter, list[dict]]:
     outcomes = collections.Counter()
     usage = []
     with ThreadPoolExecutor(4) as pool:
-        for fifth in range(5):  # the first one fills the caches
+        for fifth in range(5):  # the first fifth fills the caches
             outcomes.update(pool.map(ask, range(fifth * count // 5, (fifth + 1) * count // 5)))
             usage.append(quiet_usage(server))
     return outcomes, usage
 
 
 def quiet_usage(server) -> dict:
-    """Memory, tasks and threads once no request is in flight."""
+    """Memory, tasks and threads when no request is in flight."""
 
     def figures() -> dict:
         lines = server.ask("GET", "/metrics").body.decode().splitlines()
@@ -96,7 +97,7 @@ def quiet_usage(server) -> dict:
 
 
 class Server(Client):
-    """A server in a process of its own, in `with`. What it writes to stderr is in a file of that name."""
+    """`with Server(...)`: a server in its own process, whose stderr is written to a file."""
 
     def __init__(self, folder: Path, *options, files: int | None = None, **environment):
         """folder: for its voices and stderr; files: how many it may open; options: of the command line"""
@@ -116,7 +117,7 @@ class Server(Client):
         first = self.process.stdout.readline()
         assert first.startswith("listening on http://127.0.0.1:"), self.stderr
         super().__init__(int(first.split()[2].rstrip(",").rpartition(":")[2]))
-        assert self.health in (200, 503)  # it answers while it loads
+        assert self.health in (200, 503)  # it answers while loading
         assert self.process.stdout.readline().startswith("ready: ")
         return self
 
@@ -152,26 +153,26 @@ def speak_with_late_body(server, **fields) -> None:
 
 
 def crowd_out(server) -> None:
-    """Open more connections than it may have files, for a while. asyncio logged each attempt to take one, 70 MB a
-    minute, and nobody was answered."""
+    """Open more connections than it may have files, for a while. asyncio logged each attempt to accept one, 70 MB a
+    minute, and no request was answered."""
     with contextlib.ExitStack() as stack:
         for _ in range(150):
             stack.enter_context(server.open())
         time.sleep(2)
 
         def is_answered() -> bool:
-            with contextlib.suppress(OSError):  # the others may still be taken
+            with contextlib.suppress(OSError):  # the others may still be accepted
                 return server.ask("GET", "/v1/models").status == 200
 
-        wait_until(is_answered)  # an idle connection gives way
+        wait_until(is_answered)  # an idle connection is closed for it
     log = [line for line in server.stderr.splitlines() if not line.startswith("import time:")]
     assert "ulimit -n is 62: --max-connections is 16, not 1024" in log[0]
     assert len(log) < 10 and sum("new connections wait" in line for line in log) <= 1, log
 
 
 def test_from_the_start_to_the_end(endless, tmp_path):
-    """Starting, listening, a soak in small, more connections than files, a worker that is killed, and SIGTERM while
-    somebody listens."""
+    """Starting, listening, a short soak test, more connections than files, a killed worker, and SIGTERM during
+    speech."""
     options = "--device", "cpu", "--model", endless, "--speaker", endless / "speaker.pt", "--max-streams", 3
     with Server(tmp_path, *options, files=62, PYTHONPROFILEIMPORTTIME="1") as server:  # a line for each import
         voices, try_it, curl = (server.process.stdout.readline() for _ in range(3))
@@ -205,7 +206,7 @@ def test_from_the_start_to_the_end(endless, tmp_path):
         assert time.monotonic() - killed < 2
         refused = server.speak()
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
-        wait_until(lambda: server.health == 200)  # it heals
+        wait_until(lambda: server.health == 200)  # the worker is replaced
         assert server.speak(voice="speaker").status == 200
         assert not is_running(worker) and worker_of(server.process.pid) != worker
 
@@ -222,7 +223,7 @@ def test_from_the_start_to_the_end(endless, tmp_path):
         assert "has ended: killed by SIGKILL" in server.stderr
 
 
-# Makes the worker's next kernel write to address 16: from then on every call of CUDA in that process fails.
+# Makes the worker's next kernel write to address 16, after which every CUDA call in that process fails.
 CRASH = """
 import signal
 
@@ -239,13 +240,13 @@ signal.signal(signal.SIGUSR1, crash)
 
 @on_gpu
 def test_it_heals_after_an_illegal_address(checkpoint, tmp_path):
-    """While sixteen listen."""
+    """While sixteen clients listen."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)
     model = checkpoint("base", "0.6B")
     options = "--model", model, "--speaker", model / "speaker.pt", "--max-streams", 16
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with Server(tmp_path, *options, PYTHONPATH=path) as server, ThreadPoolExecutor(16) as pool:
-        ended = []  # when each listener's speech ended, and how
+        ended = []  # when and how each listener's speech ended
 
         request = dict(input="Hi.", max_new_tokens=1500, response_format="pcm")
 
@@ -284,7 +285,7 @@ def test_mistakes_on_the_command_line(call, checkpoint, tmp_path):
             (["--model", tiny, "--max-text", "many"], "invalid int value"),
             (["--model", tiny, "--max-seq-len", 7], "--max-seq-len is 7"),
             (["--model", tiny, "--api-key", " "], "--api-key or $QWEN3_TTS_API_KEY is empty"),
-            (["--model", tiny, "--api-key", ""], "--api-key or $QWEN3_TTS_API_KEY is empty"),  # "$KEY" of an unset KEY
+            (["--model", tiny, "--api-key", ""], "--api-key or $QWEN3_TTS_API_KEY is empty"),  # "$KEY" with KEY unset
             (["--model", tiny, "--cors-origin", "example.com"], "--cors-origin is 'example.com', it must be like"),
             (["--model", tiny, "--cors-origin", "http://example.com/page"], "it must be like https://example.com"),
             (["--model", tiny, "--voices", tiny / "config.json"], "Not a directory: choose another --voices"),
@@ -295,7 +296,7 @@ def test_mistakes_on_the_command_line(call, checkpoint, tmp_path):
             (["--model", tiny, "--voice", "ryan"], "there is no --voice: did you mean --speaker?"),
             (["--model", tiny, "--speaker", "ryan"], "use --model 0.6B-CustomVoice or 1.7B-CustomVoice"),
             (["--model", tiny, "--speaker", tiny / "config.json"], "not a speaker file: if it is a recording"),
-            (["--model", "0.6b-customvoice", "--max-seq-len", 7], "--max-seq-len is 7"),  # asks no hub
+            (["--model", "0.6b-customvoice", "--max-seq-len", 7], "--max-seq-len is 7"),  # does not access the hub
             (["--model", tiny, "--port", 1, "--port", 2], "--port was given twice, 1 and 2: give one"),
             (["--model", tiny, "--port", 0] + 2 * ["--speaker", tiny / "speaker.pt"], "two --speaker files"),
             (["--model", tiny, "--speaker", "nobody.pt"], "no speaker file"),
@@ -325,7 +326,7 @@ def test_an_origin_is_what_browsers_send():
 
 @pytest.mark.parametrize("before, wanted", [(0, PRIORITY), (-20, -20)])
 def test_the_priority_is_raised_where_that_is_allowed(before, wanted):
-    """In a process of its own: it cannot be lowered again. Who may not, goes on."""
+    """In a separate process, as it cannot be lowered again. Without the permission it stays the same."""
     program = f"""
         import os
         from qwen3_tts_cuda_graphs.serving.server_options import raise_priority
@@ -345,7 +346,7 @@ def test_the_priority_is_raised_where_that_is_allowed(before, wanted):
 
 
 def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
-    """It read a variable that need not be set in the shell where the line is pasted."""
+    """It used a variable that may not be set in the shell where the line is pasted."""
     speech = Service(str(checkpoint()), "cpu", settings=Settings("secret", voices=tmp_path))
     lines = greeting(speech, "http://127.0.0.1:8000").splitlines()
     assert sum('curl -H "Authorization: Bearer KEY"' in line for line in lines) == 2
@@ -355,35 +356,35 @@ def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
 
 
 def test_recordings_fit_into_a_message():
-    """A longer one ended the worker."""
+    """A longer recording ended the worker."""
     with pytest.raises(ValueError, match="--max-reference-seconds is above 600"):
         Settings(max_reference_seconds=601)
     assert 4 * 96_000 * 600 < messages.MAX_BYTES
 
 
 def test_a_server_whose_terminal_is_gone(checkpoint, tmp_path):
-    """SIGTERM's handler raised an error somewhere in the event loop, and a closed stdout was a traceback."""
+    """The handler of SIGTERM raised an error anywhere in the event loop, and a closed stdout caused a traceback."""
 
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 
     with contextlib.redirect_stdout(None), contextlib.redirect_stderr(Gone()):
-        server = process.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
-        server.handle_exit(signal.SIGTERM, None)
-    assert server.service.is_draining and not server.should_exit
+        running = server.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+        running.handle_exit(signal.SIGTERM, None)
+    assert running.service.is_draining and not running.should_exit
 
 
 def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch):
-    """All objects of 1,000 WebSockets take 0.1 s, and a crowd of 64 listeners had to wait."""
-    server = process.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+    """Collecting all objects of 1,000 WebSockets takes 0.1 s, which delayed 64 listeners."""
+    running = server.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
     collector = SimpleNamespace(collected=[])
     collector.get_count = lambda: (0, 0, collector.count)
     collector.collect = lambda: collector.collected.append(collector.count)
-    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.process.gc", collector)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.server.gc", collector)
     for streams, collector.count in [(0, 10), (1, 11), (0, 11), (1, 1000), (1, 1001)]:
-        server.service.models[0].engine.in_flight = streams
-        asyncio.run(server.on_tick(1))
+        running.service.models[0].engine.in_flight = streams
+        asyncio.run(running.on_tick(1))
     assert collector.collected == [11, 1001]
 
 
@@ -402,14 +403,14 @@ def test_without_the_servers_packages():
 
 
 def test_load_script_counts_underruns_and_errors():
-    """Against a server that stalls after its first chunk, one that breaks off, and one that is another program."""
+    """With a server that stalls after its first chunk, one that breaks off, and another program."""
     head, chunk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"F00\r\n" + bytes(3840) + b"\r\n"
 
     def hear(*answers):
-        """What the script hears of these bytes, with a pause between them that is longer than a chunk, 0.08 s."""
+        """What the script measures for these bytes, which are sent with a pause longer than a chunk, 0.08 s."""
 
         async def answer(reader, writer):
-            await reader.readuntil(b"}")  # all of it: to close with something unread is a reset
+            await reader.readuntil(b"}")  # read everything: closing with unread data resets the connection
             for number, data in enumerate(answers):
                 await asyncio.sleep(0.3 if number else 0)
                 writer.write(data)
@@ -455,7 +456,8 @@ def test_what_the_server_adds_is_measured(checkpoint, tmp_path):
 
 
 def test_audio_is_sent_at_once():
-    """asyncio sets TCP_NODELAY only if a socket names its protocol. Without it the first audio could wait 40 ms."""
+    """asyncio sets TCP_NODELAY only if the socket was created with its protocol. Without it the first audio could wait
+    40 ms."""
 
     async def accepted_without_delay() -> bool:
         accepted = asyncio.get_running_loop().create_future()

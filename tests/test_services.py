@@ -1,4 +1,4 @@
-"""At home in notebooks and services: no global state is changed, a fork gets a clear error, a model can be freed."""
+"""Use in notebooks and services: no global state is changed, a fork gets a clear error, a model can be freed."""
 
 import asyncio
 import gc
@@ -19,9 +19,9 @@ from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
 
 @pytest.mark.slow
 def test_global_state_is_left_alone(checkpoint):
-    """A service's logs, warnings, random numbers or default dtype that change because it imports us.
+    """A service's logging, warnings, random numbers or default dtype must not change because it imports this package.
 
-    What the packages below us change when they are imported is theirs. stdout is an object without a file, as in a
+    Changes that the imported packages make themselves are allowed. stdout is an object without a file, as in a
     notebook, and everything happens while an event loop runs.
     """
     program = """
@@ -74,7 +74,8 @@ def test_global_state_is_left_alone(checkpoint):
 
 @pytest.mark.slow
 def test_a_fork(checkpoint):
-    """A web server that forks its workers: before anything is loaded it works, afterwards it must not hang or crash."""
+    """A web server that forks its workers: a fork before anything is loaded works, a later one must not hang or
+    crash."""
     program = """
         import os, sys
         import torch
@@ -124,10 +125,12 @@ def test_a_fork(checkpoint):
 
 @pytest.mark.parametrize("kind", ["base", "custom_voice", "voice_design"])
 def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog):
-    """It must not change what a user's seed gives, nor stay among the prompts. On a CPU nobody makes it."""
+    """It must not change the results of a user's seed, nor stay among the prompts. On a CPU it is not made."""
     tts = load(str(checkpoint(kind)), "cpu", max_seq_len=64)
     speech = tts.speech
-    tts.prompts.host_talker = use_text_table(tts.model.talker)  # as on a GPU: prompts are made like earlier ones
+    tts.prompts.host_talker = use_text_table(
+        tts.model.talker
+    )  # as on a GPU: later prompts use the templates of earlier ones
     torch.manual_seed(0)
     before = torch.get_rng_state()
     launched = []
@@ -142,7 +145,7 @@ def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog
 
 
 def test_a_model_that_cannot_be_warmed_up_is_loaded(checkpoint, caplog):
-    """Its config may forbid that one request, not others."""
+    """Its config may forbid that one request and allow others."""
     tts = load(str(checkpoint("custom_voice")), "cpu", max_seq_len=64)
     tts.generate_defaults["temperature"] = 0.0
     with caplog.at_level("INFO"):
@@ -151,7 +154,7 @@ def test_a_model_that_cannot_be_warmed_up_is_loaded(checkpoint, caplog):
 
 
 def owners(tts) -> list[weakref.ref]:
-    """References to what holds the memory of an accelerated model: weights, caches, buffers, the codec."""
+    """References to all objects that hold memory of an accelerated model: weights, caches, buffers, the codec."""
     speech = tts.speech
     runner = speech.runner
     objects = [tts, tts.model, tts.model.talker, speech, runner, runner.rows, runner.codec]
@@ -160,7 +163,7 @@ def owners(tts) -> list[weakref.ref]:
 
 
 def test_a_model_can_be_freed(checkpoint):
-    """A cache, a thread or a callback that keeps a model alive: the next one does not fit into the memory."""
+    """If a cache, a thread or a callback keeps a model alive, the next one does not fit into the memory."""
     request = dict(text="Hello.", speaker="aiden", language="Auto", max_new_tokens=6)
 
     def speak():
@@ -168,7 +171,7 @@ def test_a_model_can_be_freed(checkpoint):
         method = tts.generate_custom_voice
         method(**request)
         list(stream(method, **request))
-        next(stream(method, **request, chunk_frames=1))  # and left open
+        next(stream(method, **request, chunk_frames=1))  # and not closed
         asyncio.run(asyncio.to_thread(lambda: list(stream(method, **request))))
         with Engine(tts) as engine:
             list(engine.stream(method, **request))
@@ -183,9 +186,10 @@ def test_a_model_can_be_freed(checkpoint):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_memory_of_a_gpu_comes_back(checkpoint):
-    """Graphs, their pools and weights: what is left after the first model must not grow with the next."""
+    """Graphs, their pools and weights: the memory that remains after the first model must not grow with the next
+    ones."""
     folder = str(checkpoint("base", "0.6B"))
-    gc.collect()  # what other tests have left
+    gc.collect()  # memory of other tests
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     left = []

@@ -1,4 +1,4 @@
-"""The WebSocket: text in while it is written, audio out; interruptions, mistakes and silence."""
+"""The WebSocket: text is received while it is written, and audio sent; interruptions, errors and time limits."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ HANDSHAKE = (
 
 @contextlib.contextmanager
 def raw_session(server, small_buffers=False):
-    """A socket after the handshake, for what no client sends."""
+    """A socket after the handshake, to send what no client library sends."""
     with server.open(small_buffers) as connection:
         connection.sendall((GET + HANDSHAKE).encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 101")
@@ -47,20 +47,20 @@ def raw_session(server, small_buffers=False):
 
 
 def refusal(server, address=None, **options):
-    """The answer to a handshake that is refused."""
+    """The response to a handshake that is refused."""
     with pytest.raises(InvalidStatus) as refused, connect(address or server.websocket_address, **options):
         pass
     return refused.value.response
 
 
 def test_a_websocket_at_another_path(server):
-    """It got 403 without a word, as with a wrong key."""
+    """It got 403 without a message, as with a wrong key."""
     answer = refusal(server, server.websocket_address.replace("/v1/audio/speech/stream", "/v1/realtime"))
     assert answer.status_code == 404 and b"use /v1/audio/speech/stream" in answer.body
 
 
 def test_an_utterance_is_a_response_until_its_end(server, speech):
-    """A server that drains waits for it: the last audio is sent after the last frame is made."""
+    """A draining server waits for it: the last audio is sent after the last frame is generated."""
     with server.talk(CONFIG) as session:
         session.send("input.text", text="Hello there.")
         assert session.receive()["type"] == "audio.start" and speech.responses == 1
@@ -70,7 +70,7 @@ def test_an_utterance_is_a_response_until_its_end(server, speech):
 
 
 def test_recordings_of_waiting_utterances_are_counted(speech):
-    """Each utterance keeps its configuration. The largest message was counted, and a session could hold eight."""
+    """Each utterance keeps its configuration. Only the largest message was counted, but a session could hold eight."""
     recording = "A" * 150_000
     with RunningServer(speech, max_held=500_000) as server, server.talk(LONG) as session:
         session.write("Hello there.")
@@ -87,13 +87,13 @@ def test_recordings_of_waiting_utterances_are_counted(speech):
         for _ in range(4):
             session.until("session.done")
         session.configure(**CONFIG, ref_audio=recording)
-        session.write()  # answered by a session.done, and not by an error
+        session.write()  # answered by a session.done, not by an error
         assert session.receive()["type"] == "session.done"
     wait_until_free(speech)
 
 
 def test_several_utterances(server):
-    """The audio is that of the same text over HTTP, however the text was cut into pieces."""
+    """The audio is that of the same text over HTTP, however the text is split."""
     expected = server.pcm()
     with server.talk(CONFIG) as session:
         for index, pieces in enumerate((["Hello there."], ["Hel", "lo ", "there", "."])):
@@ -106,14 +106,14 @@ def test_several_utterances(server):
             assert messages[1] == {"type": "audio.done", **about, **place, **times}
             assert "Hello there.".startswith(messages[1]["sentence_text"]) and messages[1]["sentence_text"]
             done = {"type": "session.done", "utterance_index": index, "total_sentences": 1}
-            assert messages[2].items() >= done.items()  # the last pieces may come after the last of the five frames
+            assert messages[2].items() >= done.items()  # the last pieces may arrive after the last of the five frames
             assert audio == expected
         session.configure(**CONFIG | {"response_format": "wav", "seed": 2})  # another configuration between utterances
         _, audio = session.say("Hello there.")
         assert audio[:4] == b"RIFF" and audio[44:] == server.pcm(seed=2)
         session.write("Hello there.")
         session.send("input.text", text="This utterance is not complete.")
-        session.send("session.close")  # what is complete is spoken first; it was thrown away
+        session.send("session.close")  # complete utterances are spoken first; they were dropped
         session.send("input.done")  # too late
         messages, heard = session.until("session.done")
         assert heard == audio and messages[-1]["total_sentences"] == 1
@@ -133,12 +133,14 @@ def test_the_next_utterance_may_be_written_while_one_is_spoken(server):
             messages, audio = session.until("session.done")
             assert messages[-1]["utterance_index"] == index
             assert audio == expected[text]
-        session.write(" \n")  # LiveKit's plugin sends an empty one and waits 3 s; one begins with its first word
+        session.write(
+            " \n"
+        )  # LiveKit's plugin sends an empty input.done and waits 3 s; white space does not begin an utterance
         assert session.receive() == {"type": "session.done", "utterance_index": 3, "total_sentences": 0}
 
 
 def test_text_that_comes_after_the_speech_has_ended(server, monkeypatch):
-    """It was dropped without a word, and so was text that the model had, but had not read: a token for each frame.
+    """It was dropped silently, and so was text that the model had received but not read: it reads one token per frame.
 
     Here the model ends after five frames, and a character is a token.
     """
@@ -157,9 +159,11 @@ def test_text_that_comes_after_the_speech_has_ended(server, monkeypatch):
             assert session.receive() == {"type": "session.done", "utterance_index": index, "total_sentences": 2}
         session.send("input.text", text=sentences[0])
         session.until("audio.done")
-        messages, audio = session.say(sentences[2], ' "')  # after the first sentence, and nothing to say
+        messages, audio = session.say(sentences[2], ' "')  # after the first sentence, and without words
         assert messages[-1]["total_sentences"] == 4 and len(audio) == 3 * 5 * FRAME
-    with server.talk(CONFIG) as session:  # the client's own max_new_tokens is the end; what was left out is counted
+    with server.talk(
+        CONFIG
+    ) as session:  # max_new_tokens of the client ends the speech, and the unspoken characters are counted
         session.send("input.text", text="Hello there.")
         session.until("audio.done")
         session.write(" More.")
@@ -169,18 +173,18 @@ def test_text_that_comes_after_the_speech_has_ended(server, monkeypatch):
 
 
 def test_a_surrogate_pair_may_be_cut_in_two(server):
-    """Programs in JavaScript cut texts into UTF-16 units."""
+    """JavaScript programs split texts between UTF-16 code units."""
     expected = server.pcm(input="Hi \U0001f600 you")
     with server.talk(CONFIG) as session:
         assert session.say("Hi \ud83d", "\ude00 you")[1] == expected
-        for before in ("Hi ", ""):  # the other half never comes
+        for before in ("Hi ", ""):  # the second half never arrives
             messages, _ = session.say(before + "\ud83d")
             assert any(message["type"] == "error" and "UTF-8" in message["message"] for message in messages)
             assert messages[-1]["error"]
 
 
 def test_formats_speed_and_instructions(server):
-    """As over HTTP. The default stays wav, vLLM-Omni's own."""
+    """As over HTTP. The default stays wav, as in vLLM-Omni."""
     for fields in ({"response_format": "MP3"}, {"response_format": "pcm", "speed": 0.5}, {"response_format": None}):
         asked = {"instructions": "whisper", **SHORT, **fields}
         with server.talk(asked) as session:
@@ -192,7 +196,7 @@ def test_formats_speed_and_instructions(server):
 
 @pytest.mark.parametrize("frames", [300, 30], ids=["while it is spoken", "at its end"])
 def test_a_client_that_does_not_read_is_given_up(speech, frames):
-    """Its socket and what was left to send were kept for good."""
+    """Its socket and the unsent audio were never freed."""
     with RunningServer(speech, send_seconds=0.3) as server, raw_session(server, small_buffers=True) as connection:
         connection.sendall(
             message("session.config", **CONFIG | {"max_new_tokens": frames}) + message("input.text", text="Hello.")
@@ -221,7 +225,7 @@ def test_a_handshake_in_two_parts(server, cut):
     ids=["method", "cookie", "headers"],
 )
 def test_what_is_not_a_handshake_is_answered(server, head):
-    """It was kept, without an answer and without a limit."""
+    """The connection stayed open without an answer or a time limit."""
     with server.open() as connection:
         connection.sendall((head + HANDSHAKE).encode())
         answer = read_to_the_end(connection)
@@ -241,14 +245,14 @@ def test_messages_without_an_end_share_the_limit(speech, start, more):
     with RunningServer(speech, max_held=500_000) as server, raw_session(server) as connection:
         connection.sendall(start)
         with pytest.raises(OSError):
-            for _ in range(400):  # beyond a burst, frames are taken slowly
+            for _ in range(400):  # after a burst, frames are read slowly
                 connection.sendall(more)
                 time.sleep(0.05)
 
 
 def test_answers_to_pings_may_be_late(speech):
-    """They wait behind audio that is unread: a client that paused for 20 to 40 s was cut off. After a late answer
-    uvicorn sent pings without a pause."""
+    """Pongs wait behind unread audio: a client that paused for 20 to 40 s was disconnected. After a late pong uvicorn
+    sent pings without a pause."""
     with RunningServer(speech) as server:
         server.server.config.ws_ping_interval = 0.3
         with raw_session(server) as connection:
@@ -290,10 +294,10 @@ CONTINUED = frame(0, is_last=False)
     ids="pings binary fragments fragmented texts configurations utterances chunks".split(),
 )
 def test_a_flood_of_tiny_frames_stalls_nobody(server, speech, frames):
-    """All that one read had brought, 43,000 frames or 7,000 messages, was handled before anybody else had a turn."""
+    """Everything from one read, up to 43,000 frames or 7,000 messages, was processed before any other task."""
 
     async def longest_turn() -> float:
-        """In seconds of the loop's own processor time: other programs take none of it."""
+        """In seconds of the loop's own processor time, which excludes other programs."""
         longest = 0.0
         for _ in range(70):
             begin = time.thread_time()
@@ -311,14 +315,15 @@ def test_a_flood_of_tiny_frames_stalls_nobody(server, speech, frames):
         connection.settimeout(0.1)
         waiting = speech.submit(longest_turn())
         while not waiting.done():
-            with contextlib.suppress(OSError):  # it is slowed down, or closed
+            with contextlib.suppress(OSError):  # it is throttled or closed
                 connection.sendall(frames)
                 connection.recv(1 << 20)
         assert waiting.result() < 0.3  # it was seconds; now 0.02
 
 
 def test_a_whole_reply_in_tokens_is_not_slowed_down(server, monkeypatch):
-    """A client that has all of its text sends it at once, token by token. What is beyond the burst never comes."""
+    """A client with a complete text may send it at once, token by token. Here frames beyond the burst are never
+    read."""
     monkeypatch.setattr(connections, "FRAMES_PER_SECOND", 0.01)
     with server.talk(CONFIG) as session:
         messages, audio = session.say(*"x" * 4000)
@@ -326,8 +331,8 @@ def test_a_whole_reply_in_tokens_is_not_slowed_down(server, monkeypatch):
 
 
 def test_heartbeats_are_activity(speech):
-    """Libraries send pings or pongs by themselves. The socket was closed all the same. Here each kind alone comes too
-    rarely."""
+    """Libraries send pings or pongs by themselves, but the socket was closed as idle. Here each kind alone would be too
+    rare."""
     with RunningServer(speech, idle_seconds=1.0) as server, raw_session(server) as connection:
         connection.sendall(message("session.config"))
         for heartbeat in 2 * [frame(9, b"x"), frame(10)]:
@@ -341,7 +346,7 @@ def test_heartbeats_are_activity(speech):
 
 
 def test_no_message_is_above_32_kb(server):
-    """Go's clients take no more by default. At speed 0.25 messages had up to 123 KB, and so had events over HTTP."""
+    """Go's clients accept no more by default. At speed 0.25 messages had up to 123 KB, and so had events over HTTP."""
     with server.talk(CONFIG | {"max_new_tokens": 25, "speed": 0.25}) as session:
         session.write("\N{GRINNING FACE}" * 4000)
         received = [session.websocket.recv(timeout=LIMIT)]
@@ -354,7 +359,7 @@ def test_no_message_is_above_32_kb(server):
 
 
 def test_pings_whose_answers_nobody_reads(speech):
-    """The answers were kept, without a limit."""
+    """The pongs were queued without a limit."""
     with RunningServer(speech) as server, raw_session(server, small_buffers=True) as connection:
         with pytest.raises(OSError):
             for _ in range(1000):  # 130 MB
@@ -362,20 +367,20 @@ def test_pings_whose_answers_nobody_reads(speech):
 
 
 def test_the_server_ends_while_a_client_closes(speech):
-    """uvicorn raised an error then, in the middle of its shutdown."""
+    """uvicorn raised an error in the middle of its shutdown."""
     with contextlib.ExitStack() as stack:
         with RunningServer(speech) as server:
             connection = stack.enter_context(raw_session(server, small_buffers=True))
             connection.sendall(message("session.config", **LONG) + message("input.text", text="Hello there."))
             wait_until(lambda: speech.in_flight)
-            time.sleep(0.3)  # audio that is not read waits in the server
+            time.sleep(0.3)  # unread audio waits in the server
             connection.sendall(frame(8))  # close
             time.sleep(0.3)
     wait_until_free(speech)
 
 
 def test_cancel(server, speech):
-    """The listener interrupts: no audio follows, the place is free, and the connection can be used again."""
+    """The listener interrupts: no more audio follows, the place is freed, and the connection can be used again."""
     with server.talk(LONG) as session:
         session.write("A long speech.")
         session.send("input.text", text="It will never be heard.")
@@ -430,8 +435,8 @@ def test_mistakes_are_answered_and_the_session_goes_on(server, speech):
             session.websocket.send(mistake)
             answer = session.receive()
             assert answer["type"] == "error" and len(answer["message"]) > 15, name
-            if name in ("half of a surrogate pair", "too much text"):  # what follows is the rest of that text:
-                session.write(" and the rest")  # a language model goes on writing
+            if name in ("half of a surrogate pair", "too much text"):  # the following text is the rest of it:
+                session.write(" and the rest")  # a language model continues to write
                 done = session.receive()
                 assert done["type"] == "session.done" and done["total_sentences"] == 0
         session.send("input.text", text="Hello there.")
@@ -442,9 +447,9 @@ def test_mistakes_are_answered_and_the_session_goes_on(server, speech):
         assert audio == server.pcm() and messages[-1]["total_sentences"] == 1
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])  # of the pieces that the text comes in
+@pytest.mark.parametrize("size", [1, 7, 1000])  # of the pieces of text
 def test_a_long_utterance_is_spoken_in_sentences(size):
-    """2,048 positions were full after 160 s, and the rest of the text was an error."""
+    """2,048 positions were full after 160 s, and the rest of the text caused an error."""
     parts = [
         'It is 3.5 metres, "really." ',
         "今天天气很好我们走吧。",
@@ -485,7 +490,7 @@ def ending(checkpoint, tmp_path_factory):
 
 
 def test_a_text_without_sentence_ends_is_spoken(ending):
-    """More tokens than positions, and nowhere to cut it: an error."""
+    """It has more tokens than there are positions, and no place to cut it, which caused an error."""
     with ending.talk(CONFIG | {"max_new_tokens": None, "seed": 3}) as session:
         messages, audio = session.say("qxzjkvw" * 10)
     assert [message for message in messages if message["type"] == "error"] == [] and audio
@@ -497,7 +502,7 @@ def test_a_text_without_sentence_ends_is_spoken(ending):
 
 
 def test_an_utterance_that_reads_no_text_is_an_error(ending, monkeypatch):
-    """As that of a transcript that is much longer than its recording: the text was spoken again and again."""
+    """If a transcript is much longer than its recording, the text was spoken again and again."""
     monkeypatch.setattr("qwen3_tts_cuda_graphs.prompts.arriving_text.ArrivingText.characters_read", lambda *_: 0)
     with ending.talk(CONFIG | {"max_new_tokens": None}) as session:
         messages, _ = session.say("Hi.")
@@ -542,7 +547,7 @@ def test_silence_ends_a_session(speech):
 
 
 def test_a_client_learns_that_its_text_does_not_come(server, monkeypatch):
-    """The engine's own sentence, not one about requests that take too long."""
+    """The error is the engine's own, not that of a request that takes too long."""
     monkeypatch.setattr(engine_host, "Listener", partial(engine_host.Listener, text_timeout=0.3))
     with server.talk(CONFIG) as session:
         session.send("input.text", text="H")
@@ -565,7 +570,7 @@ def test_keys_origins_and_the_number_of_connections(speech, capsys):
             assert (answer.status, answer.headers["Retry-After"], answer.error["code"]) == (503, "1", "too_many")
             assert server.ask("GET", "/health").status == 200
         wait_until(lambda: server.speak(headers=good).status == 200)
-    assert "ERROR" not in capsys.readouterr().err  # uvicorn took each refusal for an error of the server
+    assert "ERROR" not in capsys.readouterr().err  # uvicorn logged each refusal as an error of the server
 
 
 def test_a_full_queue_and_shutting_down(server, speech):

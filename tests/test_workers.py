@@ -1,4 +1,4 @@
-"""Workers: messages; processes that die, hang or lose their server; slow listeners; several models at one address."""
+"""Workers: messages; processes that die, hang or lose their server; slow listeners; several models in one server."""
 
 import asyncio
 import contextlib
@@ -34,8 +34,8 @@ from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
-from qwen3_tts_cuda_graphs.serving.process import Server
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
+from qwen3_tts_cuda_graphs.serving.server import Server
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker_connection import Call, Timeouts, WorkerConnection
@@ -44,8 +44,8 @@ from qwen3_tts_cuda_graphs.speech.engine import Engine
 
 @pytest.fixture(scope="module")
 def speech(checkpoint, tmp_path_factory):
-    """Two models: one that clones, and never ends by itself, and one with speakers of its own. A stream of the first
-    pauses after four chunks that nobody has read."""
+    """Two models: one that clones and never ends by itself, and one with preset speakers. A stream of the first pauses
+    after four unread chunks."""
     folders = [checkpoint(), checkpoint("custom_voice")]
     speech = load_speech(folders, tmp_path_factory.mktemp("voices"), timeouts=Timeouts(chunks_per_receipt=2))
     speech.engine.max_unread = 4
@@ -58,7 +58,7 @@ def speech(checkpoint, tmp_path_factory):
 
 
 def test_messages_arrive_as_they_were_sent():
-    """However the socket cuts them."""
+    """However the received data is split."""
     messages = [({"id": 1, "text": "\ud83d Grüße"}, b""), ({}, bytes(range(256))), ({"id": 2}, b"x")]
     data = b"".join(pack(*message) for message in messages)
     for size in (1, 7, 1000):
@@ -71,7 +71,7 @@ def test_messages_arrive_as_they_were_sent():
 
 
 def test_nothing_is_lost_while_the_server_does_not_read():
-    """The socket takes a part at once, another thread writes the rest, and `close` waits for it."""
+    """The socket accepts a part at once, another thread writes the rest, and `close` waits for it."""
     ours, theirs = socket.socketpair()
     connection = worker.ServerConnection(theirs, on_close=lambda: None)
     received, senders = [], 3
@@ -91,7 +91,7 @@ def test_nothing_is_lost_while_the_server_does_not_read():
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    assert connection.backlog  # it was too much for the socket, and nobody has waited
+    assert connection.backlog  # more than the socket accepts, sent without blocking
     reader = threading.Thread(target=read)
     reader.start()
     connection.send(type="stopped")
@@ -107,7 +107,7 @@ def test_nothing_is_lost_while_the_server_does_not_read():
 
 
 class FakeWorker:
-    """Ready at once, unless it is to `hang`. Then it does what `then` does with its socket."""
+    """Is ready at once, unless it is told to `hang`. Then it does what `then` does with its socket."""
 
     pid = None
 
@@ -128,7 +128,8 @@ class FakeWorker:
 
 
 def run_with_engine(check, *lives, spare=None, **timeouts):
-    """`check` gets an engine whose workers do what `lives` say, one after the other. None: it cannot be started."""
+    """`check` gets an engine whose workers do what `lives` say, one after the other. None: the process cannot be
+    started."""
     lives = iter(lives)
 
     def spawn(theirs):
@@ -175,7 +176,8 @@ async def wait_for_state(engine, state) -> None:
 
 
 def test_after_three_deaths_it_gives_up_and_says_why(caplog):
-    """The spare is woken for a worker that replaces another, not after the last: it would keep the GPU's memory."""
+    """The spare is woken only for a worker that replaces another, not after the last: it would occupy memory of the
+    GPU."""
     spare = mock.Mock(take=lambda: None)
 
     async def check(engine):
@@ -199,8 +201,8 @@ def test_after_three_deaths_it_gives_up_and_says_why(caplog):
     ids=["no process can be started", "deaths long ago", "it hangs while it loads again"],
 )
 def test_it_is_started_again(lives, restarts, deaths, timeouts):
-    """Many connections took all file descriptors for a while, and the engine was given up for good. Deaths long ago do
-    not count. One that hangs while it loads was waited for without a limit, with "try again in a moment"."""
+    """When many connections took all file descriptors for a while, the engine was given up for good. Deaths long ago do
+    not count. A worker that hung while loading was waited for without a limit, with "try again in a moment"."""
 
     async def check(engine):
         await wait_for_state(engine, "restarting")
@@ -212,12 +214,12 @@ def test_it_is_started_again(lives, restarts, deaths, timeouts):
 
 
 def test_no_call_reaches_a_worker_that_is_not_ready():
-    """It took a voice for a mistake of the server, and ended."""
+    """The worker took a call for an error of the server, and ended."""
 
     async def check(engine):
         with engine.connection.call("voice"):
             pass
-        engine.connection.is_ready = False  # as it is made
+        engine.connection.is_ready = False  # its initial value
         with pytest.raises(ApiError) as refused, engine.connection.call("voice"):
             pass
         assert refused.value.code == "restarting"
@@ -227,13 +229,13 @@ def test_no_call_reaches_a_worker_that_is_not_ready():
 
 
 def test_a_stopped_worker_is_replaced():
-    """After 30 s, as one that may be busy; it cannot be, and /health said 200."""
+    """It was replaced only after 30 s, like one that may be busy, and /health answered 200."""
     process = subprocess.Popen(["sleep", "600"])
 
     async def check(engine):
         engine.process.pid = process.pid
         await asyncio.sleep(0.5)
-        assert engine.is_ready and engine.restarts == 0  # it only sleeps
+        assert engine.is_ready and engine.restarts == 0  # it is only sleeping
         process.send_signal(signal.SIGSTOP)
         await asyncio.wait_for(wait_for_state(engine, "restarting"), 5)
         await wait_for_state(engine, "ready")
@@ -247,7 +249,7 @@ def test_a_stopped_worker_is_replaced():
 
 @pytest.mark.parametrize("exits", [True, False])
 def test_a_server_whose_engine_is_given_up_can_exit(checkpoint, tmp_path, exits):
-    """It stayed, and so systemd and Docker never started it again."""
+    """It kept running, so systemd and Docker never started it again."""
     settings = Settings(max_streams=1, voices=tmp_path, exit_when_failed=exits)
 
     async def main():
@@ -274,14 +276,14 @@ def test_a_worker_without_a_sign_of_life_is_replaced():
         assert failed.value.status == 503
         await wait_for_state(engine, "ready")
         await asyncio.sleep(1)
-        assert engine.is_ready and engine.restarts == 1  # the second one beats
+        assert engine.is_ready and engine.restarts == 1  # the second one sends heartbeats
 
     run_with_engine(check, live, beat, check_interval=0.1, silence=0.5)
 
 
 @pytest.mark.parametrize("op", ["count", "split", "voice"])
 def test_a_question_has_a_deadline(op):
-    """The worker lives and does not answer: its clients waited for --request-seconds, or for ever."""
+    """If the worker was alive but did not answer, its clients waited for --request-seconds or forever."""
 
     async def check(engine):
         with pytest.raises(ApiError, match=r"did not answer within 0.2 s: try again later") as failed:
@@ -293,7 +295,7 @@ def test_a_question_has_a_deadline(op):
 
 
 def test_an_engine_that_stands_still_is_noticed():
-    """A kernel that never ends keeps the engine's thread, and no other."""
+    """A kernel that never ends blocks the engine's thread only."""
     intake = SimpleNamespace(waiting=[], preparing=0, prepared=0)
     engine = SimpleNamespace(active=[], passes=1, intake=intake, has_work=lambda: True, last_progress={})
     for active, passes, preparing, prepared, what in (
@@ -307,7 +309,7 @@ def test_an_engine_that_stands_still_is_noticed():
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
-    """At the start it is the user's mistake, and the server ends with one line."""
+    """At the start it is an error of the user: the server ends with one line."""
     (tmp_path / "me.pt").write_bytes(b"PK\3\4 no speaker")
     settings = Settings(max_streams=1, voices=tmp_path)
     speech = LocalService(str(checkpoint()), "cpu", settings=settings, speakers=read_speakers([tmp_path / "me.pt"]))
@@ -320,7 +322,7 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
 
 
 class Panic(BaseException):
-    """As pyo3_runtime.PanicException: not an Exception."""
+    """Like pyo3_runtime.PanicException, which is not an Exception."""
 
 
 @pytest.mark.parametrize(
@@ -334,7 +336,8 @@ class Panic(BaseException):
     ],
 )
 def test_a_panic_is_answered(server, speech, wav, monkeypatch, function, status):
-    """`except Exception` misses the panics of libraries in Rust: no answer came, and the place was never free again."""
+    """`except Exception` does not catch panics of Rust libraries: the call was not answered, and its place never
+    freed."""
 
     def panic(*_, **__):
         raise Panic("end byte index 10 is not a char boundary")
@@ -368,7 +371,7 @@ def test_the_voices_in_use_take_a_limited_memory(server, speech, wav, monkeypatc
 
 
 def test_a_silent_worker_is_doubted_first(server, speech):
-    """It may just be slow: others are told at once, and its listeners keep it."""
+    """It may just be slow: new requests get 503, and its listeners keep their streams."""
     workers, engine = [model.engine.process for model in speech.models], speech.models[1].engine
     timeouts, engine.timeouts = engine.timeouts, Timeouts(silence_in_doubt=-1.0)
     for answer in (server.ask("GET", "/health"), server.speak(model=speech.models[1].id)):
@@ -383,7 +386,7 @@ def test_a_silent_worker_is_doubted_first(server, speech):
 
 
 def test_a_slow_listener_does_not_stop_others(speech):
-    """Its stream pauses, and only its own. What it reads later is complete."""
+    """Only its own stream pauses. The audio that it reads later is complete."""
 
     async def main():
         slow = aiter(Answer(speech, SpeechOptions(max_new_tokens=49, seed=1), [Part("Hello there.")]))
@@ -394,7 +397,7 @@ def test_a_slow_listener_does_not_stop_others(speech):
         delivered = stream.delivered
         others = [chunk async for chunk in Answer(speech, SpeechOptions(**SHORT), [Part("Hello there.")])]
         assert sum(len(samples) for samples, _ in others) == 5 * FRAME // 2
-        assert stream.delivered == delivered < 40  # it waited meanwhile
+        assert stream.delivered == delivered < 40  # it was paused meanwhile
         chunks += [chunk async for chunk in slow]
         assert {samples.dtype for samples, _ in chunks} == {np.dtype("<i2")}
         assert sum(len(samples) for samples, _ in chunks) == 48 * FRAME // 2
@@ -405,7 +408,7 @@ def test_a_slow_listener_does_not_stop_others(speech):
 
 @pytest.mark.parametrize("seconds, receipts", [(0.0, [1] * 16), (LIMIT, [8, 8])])
 def test_a_listener_who_reads_slowly_is_heard_of(seconds, receipts):
-    """Every eighth chunk was told, at a quarter of the speed each 20 s: "nobody has read it for 10 s"."""
+    """Only every eighth chunk was acknowledged, at a quarter of the speed every 20 s: "nobody has read it for 10 s"."""
     told = []
     timeouts = Timeouts(receipt_interval=seconds)
     connection = SimpleNamespace(send=lambda payload, op, id, chunks: told.append(chunks), timeouts=timeouts)
@@ -421,7 +424,7 @@ def test_a_listener_who_reads_slowly_is_heard_of(seconds, receipts):
 
 
 def test_a_folder_of_voices_that_hangs_stops_nobody(server, speech, wav, monkeypatch):
-    """A slow network disk stopped every listener. Voices that are known are found without it."""
+    """A slow network disk blocked every listener. Known voices are found without it."""
     may_go_on = threading.Event()
     with server.registered("mine", wav), ThreadPoolExecutor(1) as thread, monkeypatch.context() as patch:
         patch.setattr(type(speech.cloned_voices.folder), "voices", property(lambda _: may_go_on.wait(LIMIT) and {}))
@@ -447,14 +450,14 @@ def test_the_request_chooses_its_model(server, speech):
     speak = partial(server.pcm, max_new_tokens=3)
     cloned, preset = speak(model=base), speak(model=custom)
     assert cloned != preset
-    assert speak() == speak(model="tts-1") == speak(voice="speaker") == cloned  # the first one can do it
+    assert speak() == speak(model="tts-1") == speak(voice="speaker") == cloned  # the first model that supports it
     assert speak(model=custom.upper()) == preset
     assert speak(voice="vivian") == speak(voice="vivian", model=custom)  # only the second has this voice
     assert speak(model="tts-1", instructions="whisper") == speak(model=custom, instructions="whisper")
     assert "there is no voice 'vivian'" in server.speak(model=base, voice="vivian").error["message"]
     with server.talk({"model": custom, "response_format": "pcm", "seed": 1, "max_new_tokens": 3}) as session:
         _, audio = session.say("Hello there.")
-    assert audio == speak(model=custom, non_streaming_mode=False)  # as text that arrives is spoken
+    assert audio == speak(model=custom, non_streaming_mode=False)  # as for arriving text
     assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
     unknown = server.speak(model="tts-1", voice="vivia").error
     assert unknown["code"] == "unknown_voice" and "choose vivian" in unknown["message"]
@@ -462,23 +465,23 @@ def test_the_request_chooses_its_model(server, speech):
 
 @pytest.mark.parametrize("voice, order, chosen", [("speaker", -1, "base"), ("vivian", 1, "small"), ("nova", 1, "base")])
 def test_instructions_that_no_model_with_the_voice_can_use(checkpoint, tmp_path, voice, order, chosen):
-    """The voice was then looked for in the first model, which has others: 400."""
+    """The voice was then looked up in the first model, which has others: 400."""
     small = shutil.copytree(checkpoint("custom_voice"), tmp_path / "small", copy_function=os.symlink)
-    config = json.loads((small / "config.json").read_text()) | {"tts_model_size": "0b6"}  # it takes no instructions
+    config = json.loads((small / "config.json").read_text()) | {"tts_model_size": "0b6"}  # it does not use instructions
     (small / "config.json").unlink()
     (small / "config.json").write_text(json.dumps(config))
     folders = [f"base={checkpoint()}", f"small={small}"][::order]
     speakers = read_speakers([checkpoint() / "speaker.pt"])
     speech = Service(folders, "cpu", settings=Settings(voices=tmp_path), speakers=speakers)
     options = SpeechOptions(voice=voice, instructions="Speak calmly.")
-    speech.check(options)
+    asyncio.run(speech.check(options))
     assert speech.ignored(options) == ("instructions",)
     model = speech.model_for(options)
     assert model.id == chosen and model.resolve_voice(voice)
 
 
 def test_a_registered_voice_is_the_one_that_is_heard(server, speech, wav):
-    """A preset of another model had the name, or stood in for it."""
+    """A preset of another model had the same name, or was used for it."""
     assert "there is a voice vivian already" in server.register("vivian", wav).error["message"]
     speak = partial(server.pcm, max_new_tokens=3)
     with server.registered("alloy", wav), contextlib.ExitStack() as stack:
@@ -491,7 +494,7 @@ def test_a_registered_voice_is_the_one_that_is_heard(server, speech, wav):
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "CUDA"])
 def test_one_model_fails_and_the_others_speak(server, speech, reason):
-    """After an error of CUDA no later call of the process succeeds."""
+    """After a CUDA error no later call in the process succeeds."""
     base, custom = (model.id for model in speech.models)
     engine = speech.models[1].engine
 
@@ -527,7 +530,7 @@ def test_one_model_fails_and_the_others_speak(server, speech, reason):
     ],
 )
 def test_names_of_models(given, listed, checkpoint, tmp_path):
-    """Upstream's finetuning gives its folders the same names, which could not be served together."""
+    """Upstream's finetuning gives its folders the same names, so they could not be served together."""
     given = given.format(tmp_path).split()
     for folder in {model.rpartition(f"={tmp_path}")[2].removeprefix(str(tmp_path)) for model in given}:
         (tmp_path / folder.strip("/")).parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from qwen3_tts_cuda_graphs.common.command import cli_errors
 
 
 def main() -> None:
-    with cli_errors():  # also of imports: this may be a Python without the packages
+    with cli_errors():  # also for the imports, as packages may be missing
         from qwen3_tts_cuda_graphs.serving.server_options import run
 
         run()
@@ -17,4 +17,4 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread may still wait for a disk
+    os._exit(0)  # a thread may still be waiting for a disk

@@ -1,8 +1,8 @@
-"""The audio of a script: its parts are spoken one after another, each by the model that has its voice."""
+"""The audio of a request: the parts of its text are spoken one after another, each by the model that has its voice."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from qwen3_tts_cuda_graphs.common import published
 from qwen3_tts_cuda_graphs.prompts.cut import surely_fits
 from qwen3_tts_cuda_graphs.prompts.lexicon import lower
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
+from qwen3_tts_cuda_graphs.serving.audio_formats import encoder_arguments, with_length
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
 from qwen3_tts_cuda_graphs.serving.metrics import ChunkTimes
 from qwen3_tts_cuda_graphs.serving.model import Model, sampling
@@ -20,7 +21,7 @@ from qwen3_tts_cuda_graphs.serving.worker_connection import Call, WorkerConnecti
 
 @dataclass
 class PreparedVoice:
-    """What the parts of one voice and style share: the worker that speaks them, and the voice as `speak` sends it."""
+    """What all parts with the same voice and style share: the worker that speaks them, and the voice in `speak`."""
 
     options: SpeechOptions
     model: Model
@@ -30,29 +31,29 @@ class PreparedVoice:
 
 
 class Answer:
-    """A script that is being spoken: `async for samples, part in answer`. `part` is the number of the part, or None for
-    silence. The attributes say what was sent so far.
+    """The audio of a script: `async for samples, part in answer`, or `async for data in answer.encode()`. `part` is the
+    number of a part, or None for silence. The attributes say what has been sent so far.
     """
 
     def __init__(self, service, options: SpeechOptions, parts: list[Part], pieces: AsyncIterator[str] | None = None):
-        """pieces: the text of the only part, if it is still arriving; its words are replaced already"""
+        """pieces: the text of the only part if it is still arriving; the lexicon has been applied to it"""
         self.service = service
         self.options = options
         self.model = service.model_for(options)
         self.parts = parts
         self.pieces = pieces
         self.lexicon = service.lexicon
-        self.said = {}  # text -> the same after the lexicon
-        self.silence_due = 0  # samples, before the next part or the end
-        self.cues = []  # a Cue for each part whose sound has begun
+        self.said = {}  # text -> text after the lexicon was applied
+        self.silence_due = 0  # samples of silence before the next part or the end
+        self.cues = []  # a Cue for each part whose audio has begun
         self.stopped = set()  # numbers of the parts that limit_speech has stopped
-        self.samples = 0  # sent so far, at the speed that is asked for
-        self.spoken = 0  # samples of speech, at the model's own speed, in parts that are complete
-        self.encoded_samples = 0  # of a compressed format, once all of it was encoded
+        self.samples = 0  # sent so far, at the requested speed
+        self.spoken = 0  # samples of speech in complete parts, at the model's own speed
+        self.encoded_samples = 0  # in a compressed format, once encoding has finished
         self.chunk_times = ChunkTimes(service.metrics)
         self.characters_read = None  # how much of an arriving text was spoken, once the speech has ended
-        self.connections = {}  # of the models in which this answer has a place: Model -> WorkerConnection
-        self.own_keys = []  # of voices that are made for this answer only: (WorkerConnection, key)
+        self.connections = {}  # Model in which this answer has a place -> WorkerConnection
+        self.request_keys = []  # voices made for this answer only: (WorkerConnection, key)
 
     @property
     def rate(self) -> int:
@@ -60,7 +61,7 @@ class Answer:
 
     @property
     def sample_rate(self) -> int:
-        """Of what is sent."""
+        """Of the encoded audio."""
         return self.options.sample_rate or self.rate
 
     @property
@@ -68,7 +69,7 @@ class Answer:
         return self.samples / self.rate
 
     async def __aiter__(self) -> AsyncIterator[tuple[np.ndarray, int | None]]:
-        """One generator, not several nested ones: each costs time with every chunk of every listener."""
+        """One generator rather than nested ones, each of which would cost time for every chunk of every listener."""
         with self.counted():
             voices = self.take_places()
             for prepared in voices.values():
@@ -80,12 +81,12 @@ class Answer:
                 previous = part
                 if not self.is_spoken(part):
                     continue
-                if self.cues:  # before the call: a stream whose audio is unread for long loses its row
+                if self.cues:  # before the call: a stream whose audio stays unread for long loses its row
                     for chunk in self.silence():
                         yield chunk
-                        await asyncio.sleep(0)  # others want their turn, and the client may leave
+                        await asyncio.sleep(0)  # let other tasks run, and notice a cancellation
                 with self.call(part, voices[voice_and_style(part)]) as call:
-                    header, payload = await call.receive()  # before a silence at the beginning: may be an error
+                    header, payload = await call.receive()  # an error comes before any silence at the beginning
                     for chunk in self.silence():
                         yield chunk
                         await asyncio.sleep(0)
@@ -112,7 +113,7 @@ class Answer:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count how the answer ends, and give back its places and voices."""
+        """Count the outcome in the metrics, and release places and voices."""
         outcome = "failed"
         try:
             yield
@@ -129,7 +130,7 @@ class Answer:
         finally:
             for model in self.connections:
                 model.engine.in_flight -= 1
-            for connection, key in self.own_keys:
+            for connection, key in self.request_keys:
                 connection.send(op="forget", keys=[key])
             self.service.metrics.requests.labels(outcome).inc()
 
@@ -139,7 +140,7 @@ class Answer:
         return bool(part.text) or self.pieces is not None
 
     def take_places(self) -> dict[tuple, PreparedVoice]:
-        """Take a place in each model that is needed, before the first part: no later one may find a full queue."""
+        """Take a place in all models that are needed before the first part: no later part may find a full queue."""
         voices = {}
         for part in filter(self.is_spoken, self.parts):
             if voice_and_style(part) not in voices:
@@ -152,18 +153,18 @@ class Answer:
         return voices
 
     async def voice_for(self, prepared: PreparedVoice) -> tuple[dict, bytes]:
-        """`voice` and payload of the message `speak`."""
+        """Field `voice` and payload of the message `speak`."""
         service, options, model = self.service, prepared.options, prepared.model
         if not model.clones:
             return model.preset_voice(options), b""
         if options.speaker_embedding is not None:
-            with np.errstate(over="ignore"):  # the worker refuses what is infinite
+            with np.errstate(over="ignore"):  # the worker refuses infinite values
                 return {}, np.array(options.speaker_embedding, np.float32).tobytes()
         if options.ref_audio is not None:
             key = await service.cloned_voices.request_key(prepared.connection, options)
-            self.own_keys.append((prepared.connection, key))
+            self.request_keys.append((prepared.connection, key))
             return {"key": key}, b""
-        if self.pieces is not None:  # the session has checked the voice long ago
+        if self.pieces is not None:  # the voice was checked when the session was configured
             await service.refresh_if_unknown(options.voice)
         if mix := model.resolve_mix(options.voice):
             return {"mix": [(await self.stored_voice(prepared, name), share) for name, share in mix]}, b""
@@ -175,9 +176,9 @@ class Answer:
         return {"key": await self.service.cloned_voices.registered_key(prepared.connection, name)}
 
     async def prepare(self, voices: dict[tuple, PreparedVoice]) -> list[Part]:
-        """Apply the lexicon, and cut the parts that do not fit into a row. Those of a script with tags are cut as the
-        library cuts them, with room for limit_speech; a plain text is cut as seldom as possible, as one utterance
-        sounds best."""
+        """Apply the lexicon, and cut parts that do not fit into a row. The parts of a script with tags are cut as
+        `stream_script` cuts them, with room for limit_speech. A plain text is cut into as few parts as possible, as one
+        utterance sounds best."""
         self.lexicon = await self.service.lexicon_for(self.options)
         await self.apply_lexicon(self.parts)
         if self.options.max_new_tokens is not None:
@@ -206,8 +207,7 @@ class Answer:
             self.said |= {text: text for text in texts}
 
     def entries_in(self, texts: list[str]) -> dict[str, str]:
-        if not self.lexicon.entries:
-            return {}
+        """The entries of the lexicon that occur in these texts: all of them may be many."""
         together = lower("\n".join(texts))
         return {word: said for word, said in self.lexicon.entries.items() if lower(word) in together}
 
@@ -215,7 +215,7 @@ class Answer:
 
     @contextlib.contextmanager
     def call(self, part: Part, prepared: PreparedVoice) -> Iterator[Call]:
-        """Have the worker speak a part, and send it the text that arrives meanwhile."""
+        """Have the worker speak a part, and send it arriving text."""
         request = dict(
             text=self.said[part.text] if self.pieces is None else None,
             voice=prepared.voice,
@@ -249,7 +249,42 @@ class Answer:
             yield np.zeros(size, "<i2"), None
             self.chunk_times.read()
 
-    # ---- What the client is told about it
+    # ---- Encoded
+
+    async def encode(self) -> AsyncIterator[bytes]:
+        """Speak, and encode the audio as the options say. Closing this generator ends the speech."""
+        stream = None
+        try:
+            async with contextlib.aclosing(aiter(self)) as chunks:
+                async for samples, part in chunks:
+                    stream = stream or self.service.encoders.open(*encoder_arguments(self.options, self.rate))
+                    if data := await stream.add(samples, part):
+                        yield data
+            if stream:
+                data = await stream.finish()
+                self.encoded_samples = stream.samples
+                if data:
+                    yield data
+        finally:
+            if stream:
+                stream.close()
+
+    async def encode_whole(self, keep: Callable[[int], None]) -> AsyncIterator[bytes]:
+        """The same, but nothing is yielded before all of it is encoded, so that the file's header has its length.
+
+        keep: is called with the size of each piece that is buffered until then, and may raise an error
+        """
+        pieces = []
+        async with contextlib.aclosing(self.encode()) as stream:
+            async for data in stream:
+                keep(len(data))
+                pieces.append(data)
+        if pieces:
+            for piece in with_length(self.options.response_format, self.sample_rate, self.encoded_samples, pieces):
+                yield piece
+                await asyncio.sleep(0)  # a file may be long: let other tasks run
+
+    # ---- What clients are told about the parts
 
     def in_seconds(self, samples: int) -> float:
         return round(samples / self.rate, 6)
@@ -257,18 +292,18 @@ class Answer:
     def describe_part(self, number: int) -> dict:
         cue = self.cues[number]
         options = self.options.for_part(cue.part)
-        words = dict(index=number, text=cue.part.text, voice=options.voice, style=options.instructions)
-        return words | {"start_seconds": self.in_seconds(cue.start)}
+        about = dict(index=number, text=cue.part.text, voice=options.voice, style=options.instructions)
+        return about | {"start_seconds": self.in_seconds(cue.start)}
 
     def times_of_part(self, number: int) -> dict:
-        """Its end is known once all of it was made."""
+        """Call this once the part is complete."""
         cue = self.cues[number]
         times = dict(index=number, start_seconds=self.in_seconds(cue.start), end_seconds=self.in_seconds(cue.end))
         return times | ({"stopped": True} if number in self.stopped else {})
 
     @property
     def frames(self) -> int:
-        """How many frames of speech the complete parts have."""
+        """How many frames of speech are in the complete parts."""
         return round(self.spoken / self.rate * published.FRAME_RATE)
 
     async def text_tokens(self) -> int:
@@ -277,10 +312,10 @@ class Answer:
         return (await connection.ask("count", text="\n".join(texts)))["tokens"]
 
     def hit_max_new_tokens(self) -> bool:
-        """Whether the client's own max_new_tokens has ended the speech."""
+        """Whether the speech ended at the request's max_new_tokens."""
         return self.options.max_new_tokens is not None and self.frames == self.options.max_new_tokens - 1
 
 
 def voice_and_style(part: Part) -> tuple:
-    """Parts with the same ones have one PreparedVoice."""
+    """The key of a part's PreparedVoice."""
     return part.voice, part.style

@@ -1,4 +1,4 @@
-"""A script whose text is still arriving: its parts, each of which can be spoken before it is complete."""
+"""A script whose text is still arriving. Each of its parts can be spoken before its text is complete."""
 
 import asyncio
 import bisect
@@ -15,22 +15,22 @@ from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
 
 class ArrivingPart:
-    """A part whose text is still arriving. `written` is the client's text, `said` the same after its lexicon."""
+    """A part whose text is still arriving: `written` by the client, and as it is `said`, after applying the lexicon."""
 
     def __init__(self, part: Part, lexicon: Lexicon, is_stripped: bool = False):
-        """is_stripped: whether spaces around the text are removed, as they are beside a tag"""
+        """is_stripped: whether spaces around the text are removed, as beside a tag"""
         self.part = part
         self.reader = LexiconReader(lexicon)
         self.is_stripped = is_stripped
-        self.spaces = ""  # spoken only if something follows them
+        self.spaces = ""  # at the end of the text, held back until something follows them
         self.said = ""
         self.written = ""
-        self.ends = [(0, 0)]  # where each piece ends: in `said`, in `written`
-        self.taken = 0  # characters of `said` that have been given to the model
+        self.ends = [(0, 0)]  # the end of each piece: its positions in `said` and in `written`
+        self.taken = 0  # how many characters of `said` have been given to the model
         self.is_complete = False
-        self.begins_line = True  # no tag is before it in its line
-        self.is_line = False  # all of a line, or of several: then marks without a word are spoken, too
-        self.hit_max_new_tokens = False  # the client's own, before the text was complete
+        self.begins_line = True  # no tag precedes it in its line
+        self.is_line = False  # it consists of whole lines: then punctuation without a word is spoken, too
+        self.hit_max_new_tokens = False  # the speech ended at the client's own limit before the end of the text
 
     def add(self, text: str, is_end: bool = False) -> None:
         text = self.spaces + text
@@ -44,8 +44,8 @@ class ArrivingPart:
         self.is_complete = is_end
 
     def written_until(self, position: int) -> int:
-        """The position in `written` for one in `said`. Within a word that was replaced: the end of that word."""
-        start = end = self.ends[-1]  # of the piece in which it is
+        """The position in `written` of a position in `said`. Within a replaced word, it is the end of that word."""
+        start = end = self.ends[-1]  # of the piece that contains it
         index = bisect.bisect_left(self.ends, (position, 0))
         if index < len(self.ends):
             start, end = self.ends[max(index - 1, 0)], self.ends[index]
@@ -54,7 +54,7 @@ class ArrivingPart:
         return written_end if is_replaced else min(written_start + position - said_start, written_end)
 
     def taken_since(self, start: int) -> str:
-        """The client's text from a position in `said` to what has been taken."""
+        """The client's text from a position in `said` up to `taken`."""
         return self.written[self.written_until(start) : self.written_until(self.taken)]
 
     @property
@@ -65,31 +65,27 @@ class ArrivingPart:
         return bool(WORD.search(self.rest))
 
     def is_spoken(self) -> bool:
-        """Whether there is something to speak, once it is complete."""
+        """Whether a complete part still has something to speak."""
         return self.has_words() or (self.is_line and self.taken == 0 and bool(self.rest.strip()))
 
 
 class ArrivingScript:
-    """The text of one utterance of the WebSocket, from its first words to input.done or input.cancel."""
+    """The text of an utterance of a WebSocket, from its first words to input.done or input.cancel."""
 
     def __init__(self, options: SpeechOptions, lexicon: Lexicon):
         self.lexicon = lexicon
         self.is_play = options.script
         self.notation = Notation(options.script) if options.notation else None
-        self.text = ""  # all that has arrived
-        self.half = ""  # the first half of a surrogate pair: the other comes with the next text
+        self.text = ""  # all text that has arrived
+        self.half = ""  # the first half of a surrogate pair, if the second half has not arrived yet
         self.parts = [ArrivingPart(Part(""), lexicon)]
-        self.begins_line = True  # what comes next
-        self.mistake = None  # about a wrong tag; the parts end before it
+        self.begins_line = True  # the next text or tag begins a line
+        self.mistake = None  # an ApiError about a wrong tag, before which the parts end
         self.is_complete = False
-        self.early_end = {}  # {"cancelled": True} or {"error": True}: nothing more of it is spoken
+        self.early_end = {}  # {"cancelled": True}, {"error": True} or both, if nothing more is spoken
         self.changed = asyncio.Event()
 
-    @property
-    def ended_early(self) -> bool:
-        return bool(self.early_end)
-
-    # ---- Written
+    # ---- Adding text
 
     def add(self, text: str, is_end: bool = False) -> None:
         self.text += text
@@ -119,7 +115,7 @@ class ArrivingScript:
         self.end_part(ends_line)
         if last.is_spoken() or last.taken:
             part = replace(last.part, pause=None)
-        else:  # tags before the first word of a part add up
+        else:  # several tags before the first word of a part are combined
             part = self.parts.pop().part
         part = replace(part.after(item), line=item.line) if isinstance(item, Tag) else part
         self.parts.append(ArrivingPart(part, self.lexicon, is_stripped=True))
@@ -133,11 +129,11 @@ class ArrivingScript:
         self.add("", is_end=True)
 
     def stop(self, reason: str) -> None:
-        """Speak nothing more of it. reason: cancelled or error"""
+        """Stop speaking. reason: cancelled or error"""
         self.early_end[reason] = True
         self.changed.set()
 
-    # ---- Spoken
+    # ---- Speaking it
 
     async def wait_until(self, condition: Callable[..., bool], *arguments) -> None:
         while not condition(*arguments):
@@ -145,37 +141,35 @@ class ArrivingScript:
             await self.changed.wait()
 
     async def parts_to_speak(self) -> AsyncIterator[ArrivingPart]:
-        """Each part once it has a word or is complete."""
+        """Yields each part when it has a word or is complete."""
         for number in itertools.count():
             await self.wait_until(self.is_settled, number)
-            if self.ended_early or number == len(self.parts):
+            if self.early_end or number == len(self.parts):
                 return
             yield self.parts[number]
 
     def is_settled(self, number: int) -> bool:
-        """Whether the part of this number can begin to be spoken, or it is clear that there is none."""
-        if self.ended_early or number == len(self.parts):
-            return self.ended_early or self.is_complete or self.mistake is not None
+        """Whether speaking the part of this number can begin, or it is certain that there is none."""
+        if self.early_end:
+            return True
+        if number == len(self.parts):
+            return self.is_complete or self.mistake is not None
         return self.parts[number].is_complete or self.parts[number].has_words()
 
     async def has_more(self, part: ArrivingPart) -> bool:
-        """Whether there is something to speak. Waits for text until the part is complete."""
-
-        def is_known() -> bool:
-            return part.is_complete or part.has_words() or part.hit_max_new_tokens or self.ended_early
-
-        await self.wait_until(is_known)
-        return part.is_spoken() and not (part.hit_max_new_tokens or self.ended_early)
+        """Whether a part has something to speak. Waits for text until the part is complete."""
+        await self.wait_until(lambda: part.is_complete or part.has_words() or part.hit_max_new_tokens or self.early_end)
+        return part.is_spoken() and not (part.hit_max_new_tokens or self.early_end)
 
     async def pieces(self, part: ArrivingPart, max_bytes: int | None = None) -> AsyncIterator[str]:
-        """What is said, as it arrives, until it is complete. With max_bytes, until the end of a sentence near it.
+        """Yields `said` as it arrives, until it is complete; with max_bytes, until a sentence end near that size.
 
-        Nothing once the utterance has ended early: what is known only then must not count as spoken.
+        Yields nothing after an early end of the utterance: text that arrives then must not count as spoken.
         """
         start, end = part.taken, None
         while end is None and not (part.is_complete and not part.rest):
-            await self.wait_until(lambda: part.is_complete or part.rest or self.ended_early)
-            if self.ended_early:
+            await self.wait_until(lambda: part.is_complete or part.rest or self.early_end)
+            if self.early_end:
                 return
             end = max_bytes and end_after_bytes(part.said, start, max_bytes)
             piece = part.said[part.taken : end]
@@ -184,5 +178,5 @@ class ArrivingScript:
                 yield piece
 
     def unspoken_characters(self) -> int:
-        """How many characters the client's own max_new_tokens has left unspoken."""
+        """How many characters were not spoken because of the client's max_new_tokens."""
         return sum(len(part.rest) for part in self.parts if part.hit_max_new_tokens and part.has_words())

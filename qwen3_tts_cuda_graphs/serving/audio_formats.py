@@ -1,14 +1,13 @@
-"""Speech as bytes on the wire, in the format, tempo and rate that a client wants.
+"""Encodes speech in the format, speed and sample rate that a client requests.
 
-PyAV, which brings FFmpeg's libraries, encodes and changes the tempo while the speech is made; soxr resamples it. Plain
-samples need neither.
+PyAV, which includes FFmpeg's libraries, encodes and changes the tempo as the speech is generated; soxr resamples it.
+Plain samples need neither.
 """
 
-import asyncio
 import contextlib
 import io
 import wave
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -23,7 +22,7 @@ try:
     import av
 
     from qwen3_tts_cuda_graphs.common.tempo import Tempo, audio_frame
-except ImportError:  # check_encoding says so
+except ImportError:  # reported by check_encoding
     av = None
 
 CONTENT_TYPES = {
@@ -33,25 +32,25 @@ CONTENT_TYPES = {
     "mp3": "audio/mpeg",
     "opus": "audio/ogg",
     "aac": "audio/aac",
-    "mulaw": "audio/ulaw",  # as Twilio's <Play> calls it; audio/basic is not among those that it takes
+    "mulaw": "audio/ulaw",  # Twilio's <Play> accepts this name and not audio/basic
     "alaw": "audio/alaw",
 }
-# FFmpeg's container, codec, bits per second, options of the container, and options of the codec, with which it is about
-# twice as fast as with its defaults. mp3 has frames only, so answers can be joined; a page of Ogg has one packet, as
-# FFmpeg sends a page when the next one is full: the first 80 ms would give no audio otherwise.
+# For each format: FFmpeg's container, codec, bits per second, options of the container, options of the codec. The last
+# make it about twice as fast as its defaults. An mp3 consists of frames only, so that answers can be concatenated. A
+# page of Ogg has only one packet: FFmpeg sends a page when the next one is full, and the first 80 ms would give none.
 COMPRESSED = {
     "flac": ("flac", "flac", None, {}, {}),
     "mp3": ("mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}, {"compression_level": "7"}),
     "opus": ("ogg", "libopus", 64_000, {"page_duration": "20000"}, {"compression_level": "5"}),
     "aac": ("adts", "aac", 96_000, {}, {"aac_coder": "fast"}),
 }
-FLAC_LENGTH = 18, 26  # these bytes end with 36 bits for the number of samples; 0: it is not known
-SAMPLE_RATES = range(8000, 96001)  # of what comes from clients
+FLAC_LENGTH = 18, 26  # range of bytes whose last 36 bits are the number of samples, 0 if unknown
+SAMPLE_RATES = range(8000, 96001)  # of clients' files
 NOTHING = np.empty(0, np.int16)
 
 
 def check_encoding(options: SpeechOptions) -> None:
-    """Raises if this server lacks what encodes the format or the speed."""
+    """Raises if this server lacks the library for the format or the speed."""
     if av is None and (options.response_format in COMPRESSED or options.speed != 1):
         what = options.response_format if options.response_format in COMPRESSED else "speed"
         raise ApiError(
@@ -62,48 +61,13 @@ def check_encoding(options: SpeechOptions) -> None:
         )
 
 
-async def encode_stream(answer) -> AsyncIterator[bytes]:
-    """An Answer in its format and tempo, as it is made. Closing this ends the speech, too."""
-    stream = None
-    try:
-        async with contextlib.aclosing(aiter(answer)) as chunks:
-            async for samples, part in chunks:
-                stream = stream or answer.service.encoders.open(*encoder_arguments(answer.options, answer.rate))
-                if data := await stream.add(samples, part):
-                    yield data
-        if stream:
-            data = await stream.finish()
-            answer.encoded_samples = stream.samples
-            if data:
-                yield data
-    finally:
-        if stream:
-            stream.close()
-
-
-async def encode_whole(answer, keep: Callable[[int], None]) -> AsyncIterator[bytes]:
-    """The same once all of it was made, with its length in its header. The file comes in pieces.
-
-    keep: is called with the size of each piece that is kept until then, and may raise an error
-    """
-    pieces = []
-    async with contextlib.aclosing(encode_stream(answer)) as stream:
-        async for data in stream:
-            keep(len(data))
-            pieces.append(data)
-    if pieces:
-        for piece in with_length(answer.options.response_format, answer.sample_rate, answer.encoded_samples, pieces):
-            yield piece
-            await asyncio.sleep(0)  # a file may be long, and others want their turn
-
-
 def encoder_arguments(options: SpeechOptions, rate: int) -> tuple:
-    """rate: of the speech"""
+    """The arguments of an Encoder. rate: that of the speech"""
     return options.response_format, rate, options.speed, options.sample_rate or rate, options.bit_rate
 
 
 def convert(wav: bytes, options: SpeechOptions) -> bytes:
-    """A WAV file, as the page makes them, in another format."""
+    """Encode a WAV file of the page in another format."""
     try:
         with wave.open(io.BytesIO(wav)) as file:
             rate = file.getframerate()
@@ -112,7 +76,7 @@ def convert(wav: bytes, options: SpeechOptions) -> bytes:
             samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
             if not len(samples):
                 raise EOFError
-    except Exception:  # wave has others, too
+    except Exception:  # wave raises several
         raise ValueError("the body is not a WAV file of 16 bits and one channel, or has no samples: send one") from None
     try:
         encoder = Encoder(*encoder_arguments(options, rate))
@@ -123,7 +87,7 @@ def convert(wav: bytes, options: SpeechOptions) -> bytes:
 
 
 class Encoder:
-    """One stream: `add` its samples as they come, then `finish`. An encoder that is not finished is just dropped."""
+    """Encodes one stream: `add` its samples as they arrive, then `finish`. It may be dropped unfinished."""
 
     def __init__(
         self,
@@ -133,7 +97,7 @@ class Encoder:
         sample_rate: int | None = None,
         bit_rate: int | None = None,
     ):
-        """rate: of the samples that are added. sample_rate: of what is made. bit_rate: in kbit/s"""
+        """rate: of the samples that are added; sample_rate: of the encoded audio; bit_rate: in kbit/s"""
         self.name = name
         self.rate = sample_rate or rate
         self.part = 0
@@ -145,12 +109,12 @@ class Encoder:
 
     @property
     def samples(self) -> int:
-        """How many were encoded, at the tempo and rate that were asked for. Only of compressed formats."""
+        """How many samples of a compressed format have been encoded, after the change of speed and rate."""
         return self.file.samples if self.file else 0
 
     def add(self, samples: np.ndarray, part: int | None = 0) -> bytes:
-        """part: its number, or None for silence, which keeps its length. Each part has a Tempo of its own, so that the
-        next one begins where it should."""
+        """part: its number, or None for silence, which keeps its length at any speed. Each part has its own Tempo, so
+        that the next one begins exactly where it should."""
         rest = NOTHING
         if part != self.part:
             rest = self.rest_of_part()
@@ -179,8 +143,8 @@ class Encoder:
 
 
 def with_length(name: str, rate: int, samples: int, pieces: list[bytes]) -> list[bytes]:
-    """All pieces of a stream, with its length in the header of a WAV or FLAC, which was written before it was known.
-    They are not joined: that may take long."""
+    """The pieces of a stream, with the length in the header of a WAV or FLAC, which was written before it was known.
+    They are not joined, as that may take long."""
     first, *others = [piece for piece in pieces if piece] or [b""]
     if name == "wav":
         size = len(wav_header(0, 0))
@@ -197,7 +161,7 @@ def slices(data: bytes, size: int) -> Iterator[bytes]:
 
 
 class Written(list):
-    """What PyAV writes to. Not the CompressedFile itself: that would be a reference cycle."""
+    """The file object that PyAV writes to. Not the CompressedFile itself, which would be a reference cycle."""
 
     def write(self, data: bytes) -> int:
         self.append(bytes(data))
@@ -206,7 +170,7 @@ class Written(list):
 
 class CompressedFile:
     def __init__(self, name: str, rate: int, kilobits: int | None):
-        """kilobits: per second; None: as COMPRESSED says"""
+        """kilobits: per second; None: that of COMPRESSED"""
         container, codec, bit_rate, container_options, codec_options = COMPRESSED[name]
         self.written = Written()
         self.rate = rate
@@ -218,10 +182,11 @@ class CompressedFile:
         self.stream.codec_context.options = codec_options
         if bit_rate:
             self.stream.bit_rate = 1000 * kilobits if kilobits else bit_rate
-        self.container.start_encoding()  # now: it opens the codec, which takes a millisecond
+        self.container.start_encoding()  # opens the codec, which takes a millisecond, before the first samples
 
     def __del__(self):
-        """A client may leave early. A container and its stream refer to each other until it is closed, and hold MB."""
+        """A container and its stream refer to each other until it is closed, and hold megabytes; a client may leave
+        before the end."""
         with contextlib.suppress(av.FFmpegError):
             self.container.close()
 

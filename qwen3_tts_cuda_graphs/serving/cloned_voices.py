@@ -1,8 +1,8 @@
-"""Voices made from recordings: those that clients register, and those that come with a request.
+"""Voices made from recordings: those that clients register, and those that are part of a request.
 
-A recording is kept in a folder, which other servers may share. A worker makes the voice when somebody first speaks with
-it, and keeps it under a key. Nothing here blocks the event loop: the folder is read in threads, and recordings are
-decoded in helpers.
+Recordings of registered voices are kept in a folder, which other servers may share. A worker makes a voice from its
+recording when it is first used, and stores it under a key. Nothing here blocks the event loop: the folder is accessed
+in threads, and recordings are decoded in helper processes.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, VoiceFol
 from qwen3_tts_cuda_graphs.serving.worker_connection import WorkerConnection
 
 MAX_THREADS = 4
-MAX_RECORDINGS = 4  # that are decoded at the same time, as they take memory
+MAX_RECORDINGS = 4  # decoded at the same time, as they take memory
 SECONDS_FOR_A_DISK = 10.0
-SECONDS_BETWEEN_REFRESHES = 1.0  # of what is known of the folder
+SECONDS_BETWEEN_REFRESHES = 1.0  # of `registered`
 
 
 class ClonedVoices:
     def __init__(self, settings: Settings, engines: Collection[EngineProcess], has_folder: bool):
-        """engines: whose workers make voices; has_folder: whether voices can be registered"""
+        """engines: those whose workers make the voices; has_folder: whether voices can be registered"""
         self.settings = settings
         self.engines = engines
         self.folder = VoiceFolder(settings) if has_folder else None
-        self.registered = self.folder.voices if has_folder else {}  # what was in the folder when it was last read
-        self.refreshing = None  # the task that reads it again and again
+        self.registered = self.folder.voices if has_folder else {}  # assigned in the event loop only
+        self.refreshing = None  # the task that reads it regularly
         self.decoders = Decoders()
         self.slots = asyncio.Semaphore(MAX_RECORDINGS)
-        self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # apart: a disk that hangs blocks them
+        self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # separate, as a hanging disk blocks them
 
     def start(self) -> None:
         if self.folder:
@@ -57,11 +57,11 @@ class ClonedVoices:
     async def keep_refreshing(self) -> None:
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_REFRESHES)
-            with contextlib.suppress(Exception):  # a client that asks for an unknown voice gets the error
+            with contextlib.suppress(Exception):  # a request for an unknown voice gets the error
                 await self.refresh()
 
     async def refresh(self) -> None:
-        """Read the folder. The workers forget the voices that were removed."""
+        """Read the folder, and have the workers forget removed voices."""
         if self.folder is None:
             return
         self.registered = await self.on_disk(lambda: self.folder.voices)
@@ -78,7 +78,7 @@ class ClonedVoices:
     async def register(
         self, connection: WorkerConnection, name: str, data: bytes, ref_text: str | None
     ) -> RegisteredVoice:
-        """Make a voice from a recording and keep it. `check_new` its name before."""
+        """Make a voice from a recording and store it. Call `check_new` for its name first."""
         async with self.slots:
             decoded = await self.decoders.decode(data, self.settings, "audio_sample")
             recording = await asyncio.to_thread(as_stored, decoded)
@@ -89,7 +89,7 @@ class ClonedVoices:
         except BaseException:
             key.add_done_callback(partial(forget, connection))
             raise
-        if other := connection.voice_keys.get(voice):  # somebody has seen its file and asked for it
+        if other := connection.voice_keys.get(voice):  # a request has already found its file and made it, too
             other.add_done_callback(partial(forget, connection))
         connection.voice_keys[voice] = key
         await self.refresh()
@@ -106,20 +106,20 @@ class ClonedVoices:
         await self.refresh()
 
     async def registered_key(self, connection: WorkerConnection, name: str) -> str:
-        """The key of a registered voice in the worker, which makes the voice for the first request."""
+        """The key of a registered voice in the worker, which makes the voice for the first request that uses it."""
         voice = self.registered[name]
         key = connection.voice_keys.get(voice)
         if key is None or key.done() and has_failed(key):
             key = connection.voice_keys[voice] = asyncio.ensure_future(self.make_registered(connection, name))
-            key.add_done_callback(has_failed)  # nobody may be left to be told
-        return await asyncio.shield(key)  # others may wait for it, too
+            key.add_done_callback(has_failed)  # retrieve its exception, in case nothing awaits it any more
+        return await asyncio.shield(key)  # other requests may wait for it, too
 
     async def make_registered(self, connection: WorkerConnection, name: str) -> str:
         voice, recording = await self.on_disk(self.folder.read, name)
         return await make_voice(connection, "voice", recording, voice.ref_text)
 
     async def on_disk(self, function: Callable, *arguments):
-        """In a thread, for at most SECONDS_FOR_A_DISK: a disk may hang."""
+        """Call a function in a thread, for at most SECONDS_FOR_A_DISK, as a disk may hang."""
         work = asyncio.get_running_loop().run_in_executor(self.disk_threads, function, *arguments)
         try:
             return await asyncio.wait_for(work, SECONDS_FOR_A_DISK)
@@ -129,7 +129,7 @@ class ClonedVoices:
     # ---- Voices of one request
 
     async def request_key(self, connection: WorkerConnection, options: SpeechOptions) -> str:
-        """The key of a voice that comes with a request."""
+        """Make the voice of a request's recording. Returns its key."""
         ref_text = None if options.x_vector_only_mode else (options.ref_text or "").strip()
         async with self.slots:
             data = await asyncio.to_thread(decode_base64, options.ref_audio)
@@ -138,13 +138,13 @@ class ClonedVoices:
 
 
 async def make_voice(connection: WorkerConnection, field: str, recording: Chunk, ref_text: str | None) -> str:
-    """Have the worker make a voice from a recording. Returns its key there. field: which one a mistake is in"""
+    """Have the worker make a voice from a recording. Returns its key. field: for error messages"""
     samples, rate = recording
     payload = np.asarray(samples, np.float32).tobytes()
     key = secrets.token_hex(8)
     try:
         await connection.ask("voice", payload, key=key, name=field, rate=rate, ref_text=ref_text)
-    except BaseException:  # it may have been made all the same
+    except BaseException:  # the voice may have been made nevertheless
         connection.send(op="forget", keys=[key])
         raise
     return key

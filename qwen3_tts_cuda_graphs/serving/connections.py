@@ -1,11 +1,11 @@
-"""uvicorn's connections, with limits that uvicorn lacks on what one client may send at once, and leave unread.
+"""uvicorn's protocols, with limits that uvicorn lacks.
 
-    LimitedConnection    reads little at a time; aborts when what was sent is not read
-    HttpConnection       the head of a request must arrive in time and be short; idle ones give way to new ones
-    WebSocketConnection  frames in a second, fragments of a message, what all unfinished messages take
+    LimitedConnection    reads in small pieces; aborts a connection whose client does not read
+    HttpConnection       limits size and time of a request's head; closes idle connections to make room for new ones
+    WebSocketConnection  limits frames per second, fragments per message, memory of unfinished messages
 
-They override methods that asyncio and uvicorn's protocols call. The number of connections is limited in guard.py:
-uvicorn's own limit answers in plain text, /health too.
+They override methods that asyncio and uvicorn call. The number of connections is limited in guard.py: uvicorn's own
+limit answers in plain text, and applies to /health, too.
 """
 
 import asyncio
@@ -24,13 +24,12 @@ from websockets.exceptions import InvalidState
 from qwen3_tts_cuda_graphs.serving.errors import log
 
 MAX_HEAD_BYTES = 1 << 16
-SECONDS_TO_BEGIN = 1.0  # a connection that has waited longer for a request gives way to a new one
-HEAD_BYTES, BODY_BYTES, FRAME_BYTES = 1 << 17, 1 << 12, 1 << 11  # in one read; those of a WebSocket are 341 frames
-# Frames of a WebSocket beyond these wait in its client's socket. The burst is a whole reply, token by token.
-FRAMES_PER_SECOND = 1000
-BURST = 5000
-MAX_FRAGMENTS = 1 << 13  # of a WebSocket's message; each takes memory, however short it is
-MAX_UNSENT = 1 << 20  # bytes of small messages to a WebSocket; audio waits for its client long before
+SECONDS_TO_BEGIN = 1.0  # a connection that has been idle for longer may be closed to make room for a new one
+HEAD_BYTES, BODY_BYTES, FRAME_BYTES = 1 << 17, 1 << 12, 1 << 11  # per read; FRAME_BYTES are at most 341 frames
+FRAMES_PER_SECOND = 1000  # of a WebSocket; further ones wait in the client's socket
+BURST = 5000  # frames that are read without a limit: a whole reply of a language model, token by token
+MAX_FRAGMENTS = 1 << 13  # of a message of a WebSocket; each takes memory, however short it is
+MAX_UNSENT = 1 << 20  # bytes of small messages to a WebSocket, such as pongs; audio is paused long before
 OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
 NO_HANDSHAKE = (
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n"
@@ -39,18 +38,18 @@ NO_HANDSHAKE = (
 
 
 class LimitedConnection(asyncio.BufferedProtocol):
-    """Reads little at a time, as the parsers handle all of it at once: others get their turn in between.
+    """Reads in small pieces: the parsers process all of a piece at once, and other connections get their turn after it.
 
     Aborts a connection whose client does not read: asyncio's close() would wait for it without a limit. Writing is
-    paused whenever something is unsent, so one timer, which runs only then, covers all of it. A slow client may read
-    for longer than that before the system takes more.
+    paused whenever data is unsent, so a timer that runs during a pause is enough. With a slow client the pause may
+    outlast the timer, so the timer checks whether any data was received meanwhile.
     """
 
-    buffer = None  # of a read
+    buffer = None  # of the read in progress
     unread_timer = None
 
     def connection_made(self, transport) -> None:
-        self.app_state = self.app_state | {"connection": self}  # in the scope of each request
+        self.app_state = self.app_state | {"connection": self}  # becomes scope["state"] of each request
         transport.set_write_buffer_limits(0)
         super().connection_made(transport)
 
@@ -59,7 +58,7 @@ class LimitedConnection(asyncio.BufferedProtocol):
         return self.buffer
 
     def buffer_updated(self, size: int) -> None:
-        data, self.buffer = bytes(self.buffer[:size]), None  # idle connections keep none
+        data, self.buffer = bytes(self.buffer[:size]), None  # idle connections hold no buffer
         self.data_received(data)
 
     def pause_writing(self) -> None:
@@ -71,7 +70,7 @@ class LimitedConnection(asyncio.BufferedProtocol):
         self.unread_timer = self.loop.call_later(self.config.settings.send_seconds, self.check_client, unread)
 
     def check_client(self, before: int) -> None:
-        if self.transport.get_protocol() is not self:  # it is another one after an upgrade to a WebSocket
+        if self.transport.get_protocol() is not self:  # it was upgraded to a WebSocket
             return
         if self.unread() < before:
             self.wait_for_client()
@@ -80,7 +79,7 @@ class LimitedConnection(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def unread(self) -> int:
-        """Bytes that the client's system has not received."""
+        """Bytes that the client's system has not acknowledged."""
         in_socket = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(in_socket, sys.byteorder)
 
@@ -99,26 +98,26 @@ class LimitedConnection(asyncio.BufferedProtocol):
 
 
 def without_upgrade(data: bytes) -> bytes:
-    """A request's head without its Upgrade headers, except to a WebSocket. Java's client offers h2c with each request,
-    and the parser would take the body that follows for that protocol."""
+    """A request's head without Upgrade headers other than for a WebSocket. Java's client offers h2c with each request,
+    and the parser would then read the body as that protocol."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return OTHER_UPGRADE.sub(b"", head + end) + rest
 
 
 class WebSocketConnection(LimitedConnection, WebSocketsSansIOProtocol):
-    """Also slows down a client that sends many frames, and closes the connection of one that sends messages without an
-    end, or pings whose answers it does not read."""
+    """Also throttles a client that sends many frames, and closes the connection of one that sends endless messages, or
+    pings without reading the pongs."""
 
     unfinished = 0  # bytes of a message whose end has not arrived
-    paid_until = -math.inf  # when the last frame would have come at FRAMES_PER_SECOND, as in a leaky bucket
+    paid_until = -math.inf  # when the last frame would have arrived at FRAMES_PER_SECOND, as in a leaky bucket
     is_slowed = False
-    heartbeat = -math.inf  # when the client last sent a ping, or a pong that nobody asked for
+    heartbeat = -math.inf  # when the client last sent a ping or an unsolicited pong
 
     def read_size(self) -> int:
         return FRAME_BYTES
 
     def data_received(self, data: bytes) -> None:
-        """The first data is the handshake. If it is wrong, websockets sends no response."""
+        """The first data is the handshake. If it is invalid, websockets sends no response."""
         super().data_received(data)
         if not self.handshake_initiated:
             self.transport.write(NO_HANDSHAKE)
@@ -133,7 +132,8 @@ class WebSocketConnection(LimitedConnection, WebSocketsSansIOProtocol):
         self.unfinished = unfinished
 
     def holds_too_much(self) -> bool:
-        """Whether its unfinished message has too many fragments, or is large while all of them fill the memory."""
+        """Whether its unfinished message has too many fragments, or is large while those of all connections together
+        exceed max_held."""
         if len(self.frames) > MAX_FRAGMENTS:
             return True
         return self.unfinished >= MAX_HEAD_BYTES and self.config.unfinished > self.config.settings.max_held
@@ -157,7 +157,7 @@ class WebSocketConnection(LimitedConnection, WebSocketsSansIOProtocol):
         self.resume_reading()
 
     async def receive(self) -> dict:
-        """As uvicorn's, but others get their turn before each message."""
+        """As uvicorn's, but other tasks get their turn before each message."""
         await asyncio.sleep(0)
         message = await self.queue.get()
         if self.queue.empty():
@@ -170,18 +170,18 @@ class WebSocketConnection(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
     def shutdown(self) -> None:
-        """uvicorn's own fails if the client has begun to close the connection, and the server's shutdown with it."""
+        """uvicorn's own raises if the client has begun to close the connection, which would end the server's."""
         try:
             super().shutdown()
         except InvalidState:
-            self.transport.abort()  # it wants no more
+            self.transport.abort()
 
     def handle_ping(self) -> None:
         self.heartbeat = self.loop.time()
         super().handle_ping()
 
     def handle_pong(self, event) -> None:
-        """After an answer that came late, uvicorn would send pings without a pause."""
+        """uvicorn reduces the ping interval by the round-trip time: after a late pong it would ping without pause."""
         if bytes(event.data) != self.pending_ping_payload:
             self.heartbeat = self.loop.time()
         super().handle_pong(event)
@@ -189,16 +189,16 @@ class WebSocketConnection(LimitedConnection, WebSocketsSansIOProtocol):
 
 
 class HttpConnection(LimitedConnection, HttpToolsProtocol):
-    """Also closes a connection on which the head of a request does not arrive in time, or is too long, and one with
-    trailers or chunk extensions without an end, which uvicorn and its parser would take.
+    """Also closes a connection on which the head of a request is too long or does not arrive in time, or whose trailers
+    or chunk extensions do not end; uvicorn and its parser accept all of these.
 
-    A request that comes before the answer to the last one (pipelining) is not read; the connection is closed after that
-    answer. uvicorn would keep any number of them, and no longer notice that the client of the running one has left.
+    A request that arrives before the previous one was answered (pipelining) is not read, and the connection is closed
+    after that answer. uvicorn would queue any number of them, and not notice when the client disconnects.
     """
 
     ignores_input = False
     head_timer = None
-    bare_bytes = 0  # received since the last byte of a body: of a head, of trailers, of chunk extensions
+    bare_bytes = 0  # received since the last byte of a body: a head, trailers, chunk extensions
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -209,25 +209,25 @@ class HttpConnection(LimitedConnection, HttpToolsProtocol):
         self.update_head_timer()
 
     def make_room(self) -> bool:
-        """Close the connections that have been idle for longest. Returns whether there is room for this one."""
+        """Close the connections that have been idle the longest. Returns whether there is room for this one."""
         most = self.config.settings.max_connections
         if len(self.connections) <= most:
             return True
         open_ones = [other for other in self.connections if not other.transport.is_closing()]
         idle = [other for other in open_ones if isinstance(other, HttpConnection) and other.is_idle()]
         idle.sort(key=lambda other: other.active_at)
-        giving_way = idle[: len(open_ones) - most]
-        for other in giving_way:
+        closed = idle[: len(open_ones) - most]
+        for other in closed:
             other.transport.close()
-        refused = max(most // 4, 1)  # so many more are accepted, to get a 503 rather than nothing
-        return len(open_ones) - len(giving_way) <= most + refused
+        refused = max(most // 4, 1)  # this many more are accepted and get a 503
+        return len(open_ones) - len(closed) <= most + refused
 
     def is_idle(self) -> bool:
         return self.is_waiting() and self.loop.time() - self.active_at > SECONDS_TO_BEGIN
 
     def read_size(self) -> int:
-        """Little of a body, whose chunks may have a byte each. With a head, as much as possible: data that is unread
-        when the connection is closed would reset it, and the client would lose its answer."""
+        """Little of a body: its chunks may have one byte each. As much as possible of a head: a connection that is
+        closed with unread data is reset, and the client would lose its answer."""
         return HEAD_BYTES if self.ignores_input or self.is_waiting() else BODY_BYTES
 
     def data_received(self, data: bytes) -> None:
@@ -249,7 +249,7 @@ class HttpConnection(LimitedConnection, HttpToolsProtocol):
         if self.cycle and not self.cycle.response_complete:
             self.cycle.keep_alive = False
             self.ignores_input = True
-            raise ValueError("pipelined")  # ends the parser
+            raise ValueError("pipelined")  # stops the parser
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -264,7 +264,7 @@ class HttpConnection(LimitedConnection, HttpToolsProtocol):
         self.bare_bytes = 0
         super().on_message_complete()
         if self.cycle:
-            self.cycle.more_body = False  # also of a body that nobody has read
+            self.cycle.more_body = False  # even if the body was not read
 
     def on_response_complete(self) -> None:
         self.active_at = self.loop.time()
@@ -279,7 +279,7 @@ class HttpConnection(LimitedConnection, HttpToolsProtocol):
         self.stop_head_timer()
 
     def is_waiting(self) -> bool:
-        """Whether it waits for a request's head, or for the rest of one."""
+        """Whether it waits for the head of a request, or for the rest of a head."""
         is_open = self in self.connections and not self.transport.is_closing()  # not after an upgrade to a WebSocket
         return is_open and (self.cycle is None or self.cycle.response_complete)
 
@@ -299,21 +299,21 @@ class HttpConnection(LimitedConnection, HttpToolsProtocol):
         if self.is_waiting():
             self.transport.close()
 
-    # ---- What the handlers of a request ask for
+    # ---- Called by the handlers of a request
 
     def has_whole_request(self) -> bool:
-        """Whether the body of the present request has arrived to its end."""
+        """Whether the whole body of the current request has arrived."""
         return not self.cycle.more_body
 
     def send_unchunked(self, is_over: bool = False) -> None:
-        """Send a response without a length as HTTP/1.0 has it, which knows no chunks: it ends with the connection.
-        uvicorn would send chunks."""
+        """Send a response of unknown length over HTTP/1.0, which has no chunks: it ends when the connection is closed.
+        uvicorn would send chunks. is_over: before the end of the body"""
         self.cycle.chunked_encoding = False
         self.cycle.expected_content_length = 0 if is_over else math.inf
 
     def break_off(self) -> None:
-        """End a response before it is complete, so that the client notices: its last chunk is missing. HTTP/1.0 has no
-        chunks, and only a reset tells a response that was broken off from one that has ended."""
+        """Close the connection in the middle of a response, so that the client notices: the last chunk is missing.
+        HTTP/1.0 has no chunks, and only a reset distinguishes an incomplete response from a complete one."""
         if self.scope["http_version"] == "1.0":
             reset = struct.pack("ii", 1, 0)  # linger for 0 s
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)

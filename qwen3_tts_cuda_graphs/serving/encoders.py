@@ -1,11 +1,11 @@
-"""Encodes speech in helper processes: compressed formats, and tempos and rates that are not the model's own.
+"""Encodes speech in helper processes: compressed formats, other speeds and other sample rates.
 
-For many listeners that takes several cores, and threads of the server would keep the interpreter from its event loop.
-Run as a module, this is such a helper. What it is asked, each time with the `id` of a stream:
+Many listeners need several cores for this, and threads in the server would block its event loop by holding the
+interpreter's lock. Run as a module, this is such a helper. Its requests, each with the `id` of a stream:
 
-    add       samples of a part, as int16, and the Encoder's arguments, as they may be the first of the stream
-    finish    the rest of the stream is wanted
-    drop      nobody listens any more; without an answer
+    add       samples of a part as int16, with the arguments of the Encoder, in case they are the first of the stream
+    finish    return the rest of the stream
+    drop      forget the stream; has no answer
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from qwen3_tts_cuda_graphs.serving.helper import Helper, HelperEnded, answer_que
 from qwen3_tts_cuda_graphs.serving.messages import pack
 
 SECONDS_TO_ENCODE = 30.0
-MAX_READY = 8  # encoders that are ready, in each helper: they hold MB, and there are as many kinds as speeds
-WARM_UP = "flac", 24000, 1.0, 48000, None  # the kind of a stream that loads the libraries
-SECONDS_TO_RETRY = 10.0  # after a process that could not be started
+MAX_READY = 8  # unused encoders per helper: each takes megabytes, and every speed needs another one
+WARM_UP = "flac", 24000, 1.0, 48000, None  # the kind of a stream that loads all libraries
+SECONDS_TO_RETRY = 10.0  # after a helper could not be started
 
 
 class Encoders:
-    """The helpers. A new stream goes to the one with the fewest streams; without helpers, it is encoded in a thread."""
+    """The helpers. A new stream gets the helper with the fewest streams; without helpers, it is encoded in a thread."""
 
     def __init__(self, count: int | None = None):
-        """count: of processes. Default: three for four cores, at most 16."""
+        """count: number of processes, by default three for four cores, at most 16"""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.count = min(max(1, cores * 3 // 4), 16) if count is None else count
         self.helpers = []
@@ -40,14 +40,14 @@ class Encoders:
         self.start_after = 0.0  # time of the event loop
 
     def start(self) -> None:
-        """Start the helpers that are missing. Nobody waits for them. Call it in the event loop."""
+        """Start missing helpers in the background. Call it in the event loop."""
         self.helpers = [helper for helper in self.helpers if not helper.is_over]
         is_allowed = av and asyncio.get_running_loop().time() >= self.start_after
         wanted = self.count if is_allowed else 0
         for _ in range(wanted - len(self.helpers) - self.starting):
             self.starting += 1
             task = asyncio.ensure_future(self.start_one())
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is tried again
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # ignore errors: it is retried
 
     async def start_one(self) -> None:
         try:
@@ -65,7 +65,7 @@ class Encoders:
     def open(
         self, name: str, rate: int, speed: float, sample_rate: int | None = None, bit_rate: int | None = None
     ) -> "LocalStream | RemoteStream":
-        """A stream of this kind: its arguments are those of an Encoder."""
+        """A stream. The arguments are those of an Encoder."""
         kind = name, rate, speed, sample_rate or rate, bit_rate
         if name not in COMPRESSED and speed == 1 and kind[3] == rate:
             return LocalStream(kind, is_plain=True)
@@ -88,7 +88,7 @@ class RemoteStream:
         self.helper = helper
         self.kind = kind
         self.id = next(self.ids)
-        self.samples = 0  # that were encoded
+        self.samples = 0  # encoded so far
         helper.streams += 1
 
     async def add(self, samples: np.ndarray, part: int | None = 0) -> bytes:
@@ -113,7 +113,7 @@ class RemoteStream:
 
 
 class LocalStream:
-    """One stream, encoded in the server: plain samples at once, everything else in a thread."""
+    """One stream, encoded in the server: plain samples immediately, everything else in a thread."""
 
     def __init__(self, kind: tuple, is_plain: bool = False):
         self.encoder = Encoder(*kind)
@@ -143,7 +143,7 @@ class LocalStream:
 
 def answers_to(encoders: dict, ready: dict, header: dict, payload: bytes) -> Iterator[bytes]:
     """encoders: id of a stream -> its Encoder
-    ready: kind -> an unused Encoder, for the kinds last asked for: to make one takes longer than the first 80 ms
+    ready: kind -> an unused Encoder for the next stream of that kind: creating one would delay the first audio
     """
     stream = header["id"]
     if header["op"] == "drop":

@@ -1,4 +1,4 @@
-"""A model with its engine and its voices, in the worker: answers the server's calls with streams of the engine."""
+"""The model of a worker, with its engine and voices: handles the server's calls."""
 
 import base64
 import contextlib
@@ -35,16 +35,16 @@ from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
-MAX_VOICE_BYTES = 256 << 20  # the most that kept voices may take; 256 with a minute's recording each take 25 MB
-SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less, and so does a prompt
+MAX_VOICE_BYTES = 256 << 20  # limit for all stored voices; 256 voices from recordings of a minute take 25 MB
+SECONDS_WITHOUT_A_PASS = 60.0  # more than a frame or a prompt takes with many rows on a slow CPU
 
 
 class EngineHost:
     def __init__(self, spec: dict, connection, stop: Callable[[str], None]):
         """Load the weights.
 
-        spec: model, device, dtype, max_seq_len, and speakers: name of a voice -> a speaker.pt in base64
-        stop: ends the worker, and says why
+        spec: model, device, dtype, max_seq_len, and speakers: name of a voice -> content of a speaker.pt in base64
+        stop: ends the worker; its argument is the reason
         """
         self.spec = spec
         self.connection = connection
@@ -56,8 +56,8 @@ class EngineHost:
         self.file_voices = {}  # name -> content of its speaker.pt
         for name, content in spec["speakers"].items():
             self.file_voices[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
-        self.prompts = {}  # key of a voice -> prompt of its recording
-        self.pending = set()  # ids of the calls that wait for a thread of `recordings` or `long_texts`
+        self.prompts = {}  # key of a voice -> the prompt made from its recording
+        self.pending = set()  # ids of calls that wait for a thread of `recordings` or `long_texts`, or run in one
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
@@ -67,17 +67,21 @@ class EngineHost:
         self.long_texts = ThreadPoolExecutor(1, "long texts")
 
     def begin(self, rows: int | None, models: int) -> dict:
-        """Capture all graphs and speak once, so that the first client need not wait. Returns what the server is told.
+        """Capture all graphs and speak once, so that the first request is fast. Returns the fields of `ready`.
 
-        rows: None for as many as fit beside those of the other `models` - 1 models
+        rows: None for as many as fit
+        models: how many models share the free memory, including this one
         """
         rows = rows or self.rows_that_fit(models)
         accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
-        # Requests are counted in the server, not in the engine.
-        options = dict(max_waiting=math.inf, cut_off_is_error=True, after_delivery=self.connection.flush)
-        self.engine = Engine(self.tts, **options)
+        self.engine = Engine(
+            self.tts,
+            max_waiting=math.inf,  # the server limits the number of requests
+            cut_off_is_error=True,
+            after_delivery=self.connection.flush,
+        )
         self.method, voice = some_voice(self.tts)
-        if self.clones:  # with a recording, so that its encoder is warm, too
+        if self.clones:  # with a recording, to warm up its encoder, too
             noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
             voice = {"voice_clone_prompt": clone_prompt(self.tts, noise, 24000, "warm up")}
         with contextlib.suppress(CutOff):
@@ -100,8 +104,8 @@ class EngineHost:
         for threads in (self.recordings, self.long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    # ---- What the server asks for, as messages.py lists it, in the reader's thread. Each call gets an answer, whatever
-    # is raised: a panic of a library in Rust is a BaseException.
+    # ---- The server's messages, as in messages.py, in the thread that reads them. Each call is answered, whatever is
+    # raised: a panic in a Rust library is a BaseException.
 
     def handle(self, header: dict, payload: bytes) -> None:
         try:
@@ -110,12 +114,12 @@ class EngineHost:
             self.fail(header.get("id"), error)
 
     def answer_in(self, threads: ThreadPoolExecutor, call_id: int, work: Callable[[], dict]) -> None:
-        """Answer a call from one of these threads. work: returns the fields of the answer"""
+        """Answer a call in one of these threads. work: returns the fields of the answer"""
         self.pending.add(call_id)
         threads.submit(self.answer, call_id, work)
 
     def answer(self, call_id: int, work: Callable[[], dict]) -> None:
-        if call_id not in self.pending:  # it was cancelled while it waited for its turn
+        if call_id not in self.pending:  # it was cancelled meanwhile
             return
         try:
             self.connection.send(type="end", id=call_id, **work())
@@ -169,7 +173,7 @@ class EngineHost:
         self.cancel(header["id"])
 
     def on_voice(self, header: dict, payload: bytes) -> None:
-        samples = np.frombuffer(bytearray(payload), np.float32)  # writable
+        samples = np.frombuffer(bytearray(payload), np.float32)  # bytearray: a writable array
         self.answer_in(self.recordings, header["id"], lambda: self.make_voice(header, samples))
 
     def make_voice(self, header: dict, samples: np.ndarray) -> dict:
@@ -177,7 +181,7 @@ class EngineHost:
         self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
         self.prompts[header["key"]] = prompt
         size = sum(map(voice_bytes, [*self.prompts.values()]))
-        if header["id"] not in self.pending or size > MAX_VOICE_BYTES:  # it was cancelled meanwhile, or is too much
+        if header["id"] not in self.pending or size > MAX_VOICE_BYTES:  # the call was cancelled, or memory is full
             self.prompts.pop(header["key"], None)
         if size > MAX_VOICE_BYTES:
             problem = f"the voices in use take {size >> 20} MB, too much: remove some, or use shorter recordings"
@@ -195,13 +199,13 @@ class EngineHost:
         return len(tokenize(self.tts, text))
 
     def on_split(self, header: dict, payload: bytes) -> None:
-        """Cut texts that are too long for one utterance into parts. Few are, and one utterance sounds best."""
+        """Cut texts that are too long for one utterance into parts."""
         self.answer_in(self.long_texts, header["id"], lambda: self.split(header, payload))
 
     def split(self, header: dict, payload: bytes) -> dict:
         texts, language, say = header["texts"], header["language"], Lexicon(header["lexicon"]).replace
         max_tokens = self.tokens_that_fit(self.voice_arguments(header["voice"], payload), header["leaves_room"])
-        if header["leaves_room"]:  # as stream_script cuts them
+        if header["leaves_room"]:  # as stream_script does
             return {"texts": [cut(text.splitlines(), max_tokens, self.count_tokens, language, say) for text in texts]}
 
         def count_said(text: str) -> int:
@@ -210,15 +214,15 @@ class EngineHost:
         return {"texts": [cut_by_estimate(text, max_tokens, count_said, language) for text in texts]}
 
     def tokens_that_fit(self, voice: dict, leaves_room: bool) -> int:
-        """leaves_room: whether speech of any length up to limit_speech must fit, not only usual speech"""
+        """leaves_room: whether speech up to the limit of limit_speech must fit, not only speech of usual length"""
         if leaves_room:
             return tokens_that_fit(self.spec["max_seq_len"], voice)
         return tokens_that_fit(self.spec["max_seq_len"], voice, USUAL_FRAMES_PER_TOKEN, self.count_tokens)
 
-    # ---- What the server gets, from any thread
+    # ---- Messages to the server, from any thread
 
     def put(self, header: dict, item) -> None:
-        """Send audio of a stream, its end, or an error. header: of the call"""
+        """Send audio, the end or an error of a stream. header: that of the call `speak`"""
         call_id = header["id"]
         listener = self.listeners.get(call_id)
         if listener is None:
@@ -238,17 +242,17 @@ class EngineHost:
             self.end(header, listener)
 
     def frames_beyond_limit(self, header: dict, listener: Listener) -> int:
-        """How many frames beyond limit_speech have been delivered. For a text that still arrives the limit grows."""
+        """How many frames beyond limit_speech have been delivered. The limit grows while text arrives."""
         if not header["limit_speech"] or listener.delivered <= MIN_FRAME_LIMIT:
             return 0
         text = listener.arriving.text if header["text"] is None else header["text"]
         return max(0, listener.delivered - frame_limit(self.count_tokens(text)))
 
     def end(self, header: dict, listener: Listener, was_stopped: bool = False) -> None:
-        """was_stopped: by limit_speech. With it, speech that fills the cache counts as stopped, not as failed."""
+        """was_stopped: by limit_speech, with which speech that fills the cache counts as stopped, not as failed"""
         call_id = header["id"]
-        is_wanted_length = listener.max_frames + 1 == header["options"]["max_new_tokens"]
-        is_cut_off = listener.was_cut_off and not is_wanted_length
+        hit_max_new_tokens = listener.max_frames + 1 == header["options"]["max_new_tokens"]
+        is_cut_off = listener.was_cut_off and not hit_max_new_tokens
         if is_cut_off and not header["limit_speech"]:
             try:
                 listener.warn_if_cut_off(is_error=True)
@@ -266,7 +270,7 @@ class EngineHost:
 
     def fail(self, call_id: int, error: BaseException) -> None:
         if not self.engine.is_running or is_fatal(error):
-            if not self.has_failed:  # once, not for each listener
+            if not self.has_failed:  # log it once, not for each listener
                 log.error("the engine cannot go on", exc_info=error)
             self.has_failed = True
             self.stop(f"{type(error).__name__}: {error}")
@@ -291,7 +295,7 @@ def voice_bytes(prompt: list) -> int:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether no later request can succeed in this process. Full memory is none of these: others may fit."""
+    """Whether no later request can succeed in this process. After an out-of-memory error, smaller ones may succeed."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, KernelStopped) or "CUDA error" in str(error)

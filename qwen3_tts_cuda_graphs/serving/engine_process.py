@@ -1,10 +1,10 @@
-"""The engine of one model, as the server's event loop sees it: a worker that is replaced when it ends.
+"""The worker of one model, seen from the server's event loop. A worker that ends is replaced.
 
     starting -> ready -> restarting -> ready ...        a worker that ends is replaced
                   |           \\-> gave up               it ended three times without a minute of service in between
-                  \\-> draining -> restarting ...        it was sent SIGTERM, and speaks what it has begun
+                  \\-> draining -> restarting ...        it was sent SIGTERM, and finishes its streams
 
-`keep_running` starts one worker after another. `run_once` is the life of one: `on_event` takes what it says about
+`keep_running` starts one worker after another. `run_once` is the life of one: `on_event` handles its messages about
 itself, and `watch` notices that it hangs. Calls to it go through its WorkerConnection.
 """
 
@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from qwen3_tts_cuda_graphs.serving.child_process import Spare, end_process, is_stopped, start_module, with_socket
+from qwen3_tts_cuda_graphs.serving.child_process import end_process, is_stopped, start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, engine_failed, log
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 from qwen3_tts_cuda_graphs.serving.worker_connection import Timeouts, WorkerConnection
 
 MAX_DEATHS = 3
@@ -36,10 +37,10 @@ class EngineProcess:
         spare: Spare | None = None,
         timeouts: Timeouts | None = None,
     ):
-        """spec: what EngineHost takes
+        """spec: the argument of EngineHost
         rows: None for as many as fit
-        spawn: starts a worker with the other end of a socket; returns what has pid, wait and kill
-        spare: where a worker may wait that was started before; None: each is started when it is needed
+        spawn: starts a worker with one end of a socket; returns an object with pid, wait and kill
+        spare: may hold a worker that was started in advance; None: each is started when it is needed
         """
         self.spec = spec
         self.rows = rows
@@ -47,21 +48,21 @@ class EngineProcess:
         self.spare = spare
         self.timeouts = timeouts or Timeouts()
         self.state = "starting"
-        self.loaded = asyncio.Event()  # once a worker had the weights
-        self.started = asyncio.Event()  # once one was ready
+        self.loaded = asyncio.Event()  # set when the first worker has loaded the weights
+        self.started = asyncio.Event()  # set when the first worker is ready
         self.deaths = 0  # without enough service in between
         self.restarts = 0
         self.in_flight = 0  # answers that have a place or wait for one
-        self.is_server_draining = False  # SIGTERM then does not end the worker, and none replaces it
-        self.task = None  # that keeps it running
+        self.is_server_draining = False  # then SIGTERM does not end the worker, and no other worker replaces it
+        self.task = None  # runs `keep_running`
 
-        # Of the present worker
+        # Of the current worker
         self.process = None
         self.connection = None
-        self.device, self.rate = "", 24000  # it says
+        self.device, self.rate = "", 24000  # as it reports them
         self.ready_at = None
         self.kill_at = math.inf  # when it is killed if it still runs
-        self.why = ""  # it has ended, or is to end
+        self.why = ""  # why it has ended, or must end
 
     # ---- Lifetime
 
@@ -73,7 +74,7 @@ class EngineProcess:
     async def begin(self, models: int = 1) -> None:
         """Have it capture its graphs, and wait until it can speak.
 
-        models: how many still have to share the GPU's memory, with this one
+        models: how many models still have to share the free memory, including this one
         """
         self.connection.send(op="begin", rows=self.rows, models=models)
         await self.until(self.started)
@@ -88,10 +89,10 @@ class EngineProcess:
             pause = 0.0
             try:
                 await self.run_once()
-            except OSError as error:  # not the engine's fault: it is tried again and again
+            except OSError as error:  # not a failure of the worker: retried without a limit
                 self.why = f"no process can be started: {error}"
                 pause = self.timeouts.exit
-            if self.started.is_set():  # else it is a mistake of the user, or of the machine: they are told
+            if self.started.is_set():  # else `until` raises
                 log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
             if self.deaths >= MAX_DEATHS:
                 log.error("the engine of %s is not started again: restart the server", self.spec["model"])
@@ -114,7 +115,7 @@ class EngineProcess:
             self.connection.send(op="load", **self.spec)
             await self.watch()
         finally:
-            self.connection.transport.abort()  # a worker that still lives ends by that
+            self.connection.transport.abort()  # ends a worker that is still running
             served = time.monotonic() - self.ready_at if self.ready_at else 0.0
             self.deaths = 1 if served > self.timeouts.recovery else self.deaths + 1
             if self.spare and self.is_replaced:
@@ -140,28 +141,28 @@ class EngineProcess:
                 return
 
     def leave_ready(self) -> None:
-        """The worker ends. Before the first one was ready, the server is still starting."""
+        """The worker ends. The state stays `starting` until the first one is ready."""
         if self.started.is_set():
             self.state = "restarting"
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another worker follows this one when it has ended."""
+        """Whether another worker is started after this one."""
         return self.started.is_set() and not self.is_server_draining and self.deaths < MAX_DEATHS
 
     def is_hanging(self) -> bool:
-        """Whether the worker's process hangs; an engine that hangs is noticed by the worker itself. Time is counted in
-        checks, not read from a clock: the server may have been suspended, too, or be slow."""
+        """Whether the worker's process hangs; a hanging engine is noticed by the worker itself. Time is counted in
+        checks rather than measured, since the server itself may have been suspended or slow."""
         self.connection.silent_for += self.timeouts.check_interval
         silent_for, timeouts = self.connection.silent_for, self.timeouts
         return silent_for > timeouts.silence or (silent_for > timeouts.suspended and is_stopped(self.process))
 
     def on_event(self, event: dict) -> None:
-        """What the worker says about itself."""
-        if event["type"] == "imported" and self.spare:  # not before: it would compete for the cores
+        """Handle a message of the worker about itself."""
+        if event["type"] == "imported" and self.spare:  # earlier, the spare would compete for the cores
             self.spare.prepare()
         elif event["type"] == "loaded":
-            if self.started.is_set():  # before: as many rows as it had
+            if self.started.is_set():  # a replacement gets as many rows as the first worker
                 self.connection.send(op="begin", rows=self.rows, models=1)
             self.loaded.set()
         elif event["type"] == "ready":
@@ -180,7 +181,7 @@ class EngineProcess:
             self.kill_at = time.monotonic() + self.timeouts.exit
 
     def speak_to_the_end(self) -> None:
-        """For a server that drains. It may have received SIGTERM together with its workers: they speak all the same."""
+        """Called when the server drains: a worker that also received SIGTERM keeps speaking."""
         self.is_server_draining = True
         if self.state == "draining":
             self.state, self.why, self.kill_at = "ready", "", math.inf
@@ -195,11 +196,11 @@ class EngineProcess:
 
     @property
     def memory(self) -> int:
-        """Bytes of the worker, 0 where /proc is missing."""
+        """Resident memory of the worker in bytes, 0 where /proc is missing."""
         try:
             with open(f"/proc/{self.process.pid}/statm") as file:
                 return int(file.read().split()[1]) * resource.getpagesize()
-        except (AttributeError, OSError):  # there is none yet, or no /proc
+        except (AttributeError, OSError):  # no worker yet, or no /proc
             return 0
 
     @property
@@ -221,7 +222,7 @@ class EngineProcess:
             raise ApiError(problem, 503, code="silent")
 
     def take_place(self, max_waiting: int) -> None:
-        """Count an answer among those that are spoken or wait for a row. Whoever takes it counts it off at its end."""
+        """Count an answer that is spoken or waits for a row. The caller decrements `in_flight` at its end."""
         self.check_ready()
         if self.in_flight >= self.rows + max_waiting:
             raise ApiError(f"{self.in_flight} requests are in flight already: try again later", 429, code="queue_full")

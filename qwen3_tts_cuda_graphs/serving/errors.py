@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients expect, without paths or tracebacks."""
+"""Errors as OpenAI's clients expect them, without paths or tracebacks; and the log."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ MAX_MESSAGE = 500  # characters
 
 
 class ApiError(Exception):
-    """A request that gets an error: one sentence for the person, and a status for the program."""
+    """The error response to a request: one sentence for people, a status for programs."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -32,7 +32,7 @@ class ApiError(Exception):
 
     @property
     def outcome(self) -> str:
-        """For the metrics."""
+        """Its label in the metrics."""
         if self.status == 429 or self.code == "too_many":
             return "refused"
         return "invalid" if self.status < 500 else "failed"
@@ -48,6 +48,7 @@ class ApiError(Exception):
 
 @contextlib.contextmanager
 def mistakes_in(field: str, code: str | None = None):
+    """Turn a ValueError into an error about this field."""
     try:
         yield
     except ValueError as error:
@@ -59,18 +60,18 @@ def engine_failed() -> ApiError:
 
 
 def to_json(content: dict) -> str:
-    """ASCII: a message may quote half of a surrogate pair, which UTF-8 cannot encode."""
+    """As ASCII, since a message may quote half of a surrogate pair, which UTF-8 cannot encode."""
     return json.dumps(content, ensure_ascii=True)
 
 
 def with_remedy_for_clients(message: str) -> str:
-    """The remedy in a message of the engine is for programs; a client cannot set max_seq_len."""
+    """The engine's messages name options of its Python interface, such as max_seq_len, which clients cannot set."""
     message = message.replace("raise max_new_tokens", "raise max_new_tokens, or give a shorter text")
     return message.replace("raise max_seq_len", "shorten input, instructions or ref_text")
 
 
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
-    """What a client is told about an exception. Unexpected ones are logged, and their text stays here."""
+    """What a client is told about an exception. Unexpected ones are logged, and clients do not get their text."""
     if isinstance(error, ApiError):
         if error.status == 500:  # the worker has logged why
             log.error("request %s failed: %s", request_id, error.message)
@@ -84,7 +85,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def log_to_stderr() -> None:
-    """Warnings and errors with their tracebacks, beside the progress that cli_errors shows."""
+    """Log warnings and errors with tracebacks, beside the progress that cli_errors prints."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

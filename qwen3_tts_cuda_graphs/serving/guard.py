@@ -1,10 +1,9 @@
-"""The middleware before every route: checks the key, the host, the origin of web pages, and limits what requests take.
+"""The middleware of all routes: checks the host, the API key and the origin of web pages, and limits memory.
 
-Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the speech and the client.
+Plain ASGI rather than BaseHTTPMiddleware, which would add a queue between the speech and the client.
 """
 
 import base64
-import binascii
 import hmac
 import ipaddress
 import secrets
@@ -22,18 +21,18 @@ from qwen3_tts_cuda_graphs.serving.signed_addresses import PATH, is_address, is_
 
 OPEN_TO_ALL = "/health", "/livez", "/docs", "/page.css", "/page.js"
 LISTS = {"/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/test"}
-BROWSERS = "Mozilla/", "AppleCoreMedia/"  # how the User-Agent of every browser begins, and of Safari's player
-SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
+BROWSERS = "Mozilla/", "AppleCoreMedia/"  # the User-Agent of browsers, and of Safari's player, begins with one of them
+SUBPROTOCOL = "speech"  # offered by WebSockets that send the key as a second subprotocol, "bearer." + base64url(KEY)
 
 
 class Guard:
     def __init__(self, app: ASGIApp, settings: Settings):
         self.app = app
         self.settings = settings
-        self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
+        self.key = settings.api_key and settings.api_key.strip().encode()  # stripped, as in `key_of`
         self.is_our_host = lru_cache(maxsize=256)(self.is_our_host)  # most requests name the same host
-        self.open = 0  # requests and WebSockets
-        self.held = 0  # bytes of what they have sent, and of whole files that are sent to them
+        self.open = 0  # requests and WebSockets in progress
+        self.held = 0  # bytes that they hold in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -47,7 +46,7 @@ class Guard:
             await self.refusal(scope, error)(scope, receive, send)
             return
         self.open += 1
-        memory = scope["memory"] = Memory(self, receive)
+        memory = scope["memory"] = RequestMemory(self, receive)
         try:
             await self.app(scope, memory.receive_http if scope["type"] == "http" else memory.receive_websocket, send)
         finally:
@@ -70,7 +69,7 @@ class Guard:
             raise self.too_large()
 
     def check_host(self, headers: Headers) -> None:
-        """Against DNS rebinding: a web page whose host's name is made to lead here would count as our own page."""
+        """Prevents DNS rebinding: a page whose host name resolves to this machine would have the server's origin."""
         host = headers.get("host", "localhost")
         if (self.settings.only_this_machine or self.settings.hosts) and not self.is_our_host(host):
             other = " or --api-key" if self.settings.only_this_machine and not self.settings.hosts else ""
@@ -90,7 +89,7 @@ class Guard:
             return False
 
     def check_origin(self, scope: Scope, headers: Headers) -> None:
-        """Browsers let any web page send requests to this server and open WebSockets, so look where it came from."""
+        """Browsers let any web page send requests to this server and open WebSockets: refuse those of other origins."""
         origin = origin_of_page(headers) if is_address(scope) else headers.get("origin")
         if origin is None or origin in self.settings.cors_origins or "*" in self.settings.cors_origins:
             return
@@ -118,7 +117,7 @@ class Guard:
             )
 
     def refusal(self, scope: Scope, error: ApiError) -> Response:
-        """A browser that asks for `/` without the key gets the page with its 401: the page asks for the key."""
+        """A browser that requests `/` without the key gets the page with status 401: the page asks for the key."""
         is_browser = "text/html" in Headers(scope=scope).get("accept", "")
         if error.status == 401 and scope["path"] == "/" and is_browser:
             response = page_response(status=401)
@@ -134,18 +133,18 @@ class Guard:
         )
 
 
-class Memory:
-    """What one request or WebSocket holds in memory, limited together with all others by max_held.
+class RequestMemory:
+    """The memory of one request or WebSocket. That of all together is limited by max_held.
 
-    What its client sends is counted while it arrives, as a body may have no Content-Length. An answer that is sent as a
-    whole counts, too.
+    Received data is counted as it arrives, since a body may have no Content-Length. An answer that is sent as a whole
+    is counted, too.
     """
 
     def __init__(self, guard: Guard, receive: Receive):
         self.guard = guard
         self.receive = receive
         self.size = 0
-        self.kept = 0  # bytes of earlier messages that a WebSocket's session still has
+        self.kept = 0  # bytes of earlier messages that the session of a WebSocket still uses
 
     async def receive_http(self) -> Message:
         message = await self.receive()
@@ -161,7 +160,7 @@ class Memory:
         return message
 
     def keep(self, size: int) -> None:
-        """size: of what a WebSocket's session still has of its messages"""
+        """size: of the earlier messages that the session of a WebSocket still uses"""
         self.kept = size
         self.resize(size)
 
@@ -177,13 +176,13 @@ class Memory:
 
 
 def connection_of(scope: Scope):
-    """The HttpConnection of a request. None where another server than our own runs the application."""
+    """The HttpConnection of a request. None if another server runs the application, as with Ray."""
     return scope.get("state", {}).get("connection")
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:
-    """Adds X-Request-Id to every response, errors too. A response that comes before a body that was announced with
-    Expect closes the connection: the client may send the body or not."""
+    """Adds X-Request-Id to every response. A response to `Expect: 100-continue` without reading the body closes the
+    connection: the client may or may not send the body."""
     connection = connection_of(scope) if scope["type"] == "http" else None
 
     async def send_with_id(message: Message) -> None:
@@ -197,10 +196,10 @@ def with_request_id(scope: Scope, send: Send) -> Send:
 
 
 def origin_of_page(headers: Headers) -> str | None:
-    """The origin of the web page that loads an address; None if no page does, or our own.
+    """The origin of the web page that loads a URL; None if it is not loaded by a page, or by our own.
 
-    Browsers send no Origin with what a tag like <audio> loads. A page can have them send no Referer, but not change it.
-    They send Sec-Fetch-Site only to https and to this machine.
+    Browsers send no Origin for a tag like <audio>. A page can suppress the Referer, but not forge it. Sec-Fetch-Site is
+    sent only over https and to this machine.
     """
     site = headers.get("sec-fetch-site")
     is_browser = site is not None or headers.get("user-agent", "").startswith(BROWSERS)
@@ -214,17 +213,17 @@ def key_of(authorization: str) -> bytes:
     """From `Bearer KEY`, `Api-Key KEY` or, for browsers, `Basic base64(user:KEY)`."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() != "basic":
-        return value.strip().encode("latin-1")  # as it came: header values are decoded as Latin-1
+        return value.strip().encode("latin-1")  # the original bytes: Starlette decodes headers as Latin-1
     try:
         return base64.b64decode(value, validate=True).partition(b":")[2]
-    except (binascii.Error, ValueError):
+    except ValueError:
         return b""
 
 
 def key_of_subprotocols(offered: list[str]) -> bytes:
-    """The WebSockets of browsers cannot send an Authorization header, but they can offer subprotocols."""
+    """A browser cannot send an Authorization header with a WebSocket, but it can offer subprotocols."""
     value = next((name.removeprefix("bearer.") for name in offered if name.startswith("bearer.")), "")
     try:
         return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4))
-    except (binascii.Error, ValueError):
+    except ValueError:
         return b""

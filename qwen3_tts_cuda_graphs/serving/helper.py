@@ -1,6 +1,6 @@
-"""Helpers: processes that encode and decode audio for the server (encoders.py, recordings.py), as native code may take
-long or crash. The server asks over a socket, and the answers come in the order of the questions. A helper ends when its
-socket is closed, for whatever reason the server has ended.
+"""Helpers: processes that encode and decode audio (encoders.py, recordings.py), since native code may take long or
+crash. The server sends requests over a socket, and a helper answers them in order. It ends when the socket is closed,
+even if the server was killed.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from qwen3_tts_cuda_graphs.serving.messages import Message, Unpacker, pack
 
 
 class HelperEnded(Exception):
-    """A question will not be answered."""
+    """A request will not be answered."""
 
 
 class Helper(asyncio.Protocol):
     """The server's end of the socket."""
 
     def __init__(self, popen, seconds: float):
-        """seconds: for an answer, also behind those to others, and for the start of the process"""
+        """seconds: time limit of a request, including the start of the process and the requests before it"""
         self.popen = popen
         self.seconds = seconds
         self.unpacker = Unpacker()
         self.awaited = collections.deque()  # futures of the answers, in order
-        self.streams = 0  # how many it encodes
+        self.streams = 0  # how many streams it encodes
         self.is_over = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -77,12 +77,12 @@ async def start_helper(module: str, seconds: float, **options) -> Helper:
 
 
 def answer_questions(answers_to: Callable[[dict, bytes], Iterator[bytes]]) -> None:
-    """The main loop of a helper's process, until the server closes the socket or is gone. `answers_to` is a generator:
-    what follows its yield runs after the answer was sent."""
+    """The main loop of a helper, until the socket is closed. `answers_to` is a generator: the code after its `yield`
+    runs when the answer has been sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     server = socket.socket(fileno=int(sys.argv[1]))
     unpacker = Unpacker()
-    with contextlib.suppress(ConnectionError):  # the server has gone, and has not read the last answer
+    with contextlib.suppress(ConnectionError):  # the server is gone and has not read the last answer
         while data := server.recv(1 << 18):
             for header, payload in unpacker.feed(data):
                 for answer in answers_to(header, payload):

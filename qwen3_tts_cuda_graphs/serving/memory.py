@@ -1,15 +1,15 @@
-"""How many rows fit into the memory of a GPU that has the weights already."""
+"""How many rows fit into the GPU's memory once the weights are loaded."""
 
 MAX_ROWS = 64
 ROWS_ON_A_CPU = 4
 GIB = 2**30
-OTHER_BYTES_PER_ROW = 8 * 2**20  # the codec's state and small tensors; 5 MiB on an H200
+OTHER_BYTES_PER_ROW = 8 * 2**20  # state of the codec and small tensors: 5 MiB on an H200
 OVERHEAD = GIB * 3 // 2  # graphs, workspaces, kernels, prompts
-MARGIN = 0.05  # of what is free: a reference recording, other programs
+MARGIN = 0.05  # share of the free memory that is left for reference recordings and other programs
 
 
 def bytes_per_row(talker: dict, max_seq_len: int, element_size: int) -> int:
-    """Memory of one row, from a model's talker_config: keys and values, the text that waits, the codes."""
+    """Memory of one row: keys and values, embeddings of the text, codes. talker: a model's talker_config"""
     head_dim = talker.get("head_dim") or talker["hidden_size"] // talker["num_attention_heads"]
     cache = 2 * talker["num_hidden_layers"] * talker["num_key_value_heads"] * head_dim * element_size
     text = talker["hidden_size"] * element_size
@@ -18,7 +18,7 @@ def bytes_per_row(talker: dict, max_seq_len: int, element_size: int) -> int:
 
 
 def rows_that_fit(free: int, per_row: int, models: int = 1) -> int:
-    """How many rows the next of `models` models may take, whose weights are all loaded. They share what is free."""
+    """How many rows a model may have, which shares the free memory with `models` - 1 others."""
     share = int(free * (1 - MARGIN)) // models - OVERHEAD
     rows = share // per_row
     if rows < 1:

@@ -3,19 +3,20 @@
     4 bytes: length of the header | 4 bytes: length of the payload | header | payload
 
     server -> worker                                        worker -> server
-    wake      to a spare: the GPU may be used               imported  its imports are done
-    load      the model, with voices from files             loaded    the weights are there
-    begin     capture the graphs for so many rows           ready     device, rows, sample rate
-    speak     a text in a voice; null: it still arrives     audio     samples as int16
-    text      a piece of an arriving text; null: its end    end       of a call: nothing more follows
-    read      the client has read so many chunks            error     of a call: an ApiError for the client
-    voice     make a voice from a recording, and keep it    beat      it is alive
+    wake      to a spare: the GPU may be used               imported  all imports are done
+    load      the model, with voices from files             loaded    the weights are loaded
+    begin     capture the graphs for this many rows         ready     device, rows, sample rate
+    speak     a text in a voice; null: it will follow       audio     samples as int16
+    text      more of that text; null: its end              end       the call is complete
+    read      the client has read this many chunks          error     the call has failed: an ApiError
+    voice     make a voice from a recording, and keep it    beat      heartbeat
     forget    delete voices                                 draining  it was sent SIGTERM
-    count     how many tokens a text has                    stopped   why it ends itself
+    count     count the tokens of a text                    stopped   why it ends
     split     cut texts into parts that fit into a row
-    cancel    nobody listens any more
+    cancel    end a call early
 
-Everything but `wake`, `load`, `begin` and `forget` has the `id` of its call, and so has what answers it.
+All messages to the worker but `wake`, `load`, `begin` and `forget` have the `id` of a call, as have `audio`, `end` and
+`error`. The helpers that encode and decode use the same format: encoders.py, recordings.py.
 """
 
 import json
@@ -23,7 +24,7 @@ import struct
 from collections.abc import Iterator
 
 LENGTHS = struct.Struct("<II")
-MAX_BYTES = 1 << 28  # of a header or payload; the largest is a client's recording
+MAX_BYTES = 1 << 28  # of a header or a payload; the largest payload is a client's recording
 
 Message = tuple[dict, bytes]
 
@@ -34,7 +35,7 @@ def pack(header: dict, payload: bytes = b"") -> bytes:
 
 
 class Unpacker:
-    """Bytes as they come -> messages."""
+    """Splits received bytes into messages."""
 
     def __init__(self):
         self.data = bytearray()

@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics."""
+"""The metrics that Prometheus reads at /metrics."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ FRAME_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.0
 
 
 class Metrics:
-    """They have a registry of their own, so that several servers fit into one process."""
+    """In a registry of their own, so that one process can have several servers."""
 
     def __init__(self, models: list):
         """models: serving.model.Model"""
@@ -49,17 +49,17 @@ class Metrics:
 
 
 class ChunkTimes:
-    """When the chunks of one answer come, and whether a player that began with the first one had to wait for it."""
+    """Measures when the chunks of an answer arrive, and whether a player that began with the first one had to wait."""
 
     def __init__(self, metrics: Metrics):
         self.metrics = metrics
         self.asked_at = time.perf_counter()
-        self.blocked = 0.0  # seconds of waiting for the client to read
+        self.blocked = 0.0  # seconds that the client did not read
 
     def made(self, seconds: float, before: float, is_speech: bool = True) -> None:
-        """A chunk of so many seconds was made. before: seconds of all before it"""
+        """A chunk of this many seconds has arrived. before: seconds of all earlier chunks"""
         now = time.perf_counter()
-        made_at = now - self.blocked  # on a clock that is stopped while the client reads
+        made_at = now - self.blocked  # on a clock that stops while the client does not read
         if before == 0:
             self.metrics.first_audio.observe(now - self.asked_at)
             self.playback_began = made_at
@@ -71,5 +71,5 @@ class ChunkTimes:
         self.metrics.audio.inc(seconds)
 
     def read(self) -> None:
-        """The client has taken it."""
+        """The client has read the chunk."""
         self.blocked += time.perf_counter() - self.last_chunk

@@ -1,4 +1,4 @@
-"""One of the models that are served: what its config allows, which voices it has, and its engine."""
+"""One of the served models: what its config supports, its voices, and its engine."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,24 +12,24 @@ from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
-# Names that OpenAI's clients send, whatever the server has; `default` is what some send to other servers.
+# Names that OpenAI's clients send to every server; some send `default`.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse default".split()
 DESIGNED_VOICES = {"narrator": "a warm and clear narrator"}  # for a VoiceDesign model without `instructions`
-MAX_PARTS = 10  # of a path in a model's name
-MAX_MIXED = 8  # voices in a mix
+MAX_PARTS = 10  # of a path that is used as the name of a model
+MAX_MIXED = 8  # voices per mix
 NUMBERS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 
 
 def normalized(name: str | None) -> str:
-    """The name of a voice as it is looked up. Without one, any voice is meant, as with OpenAI's names."""
+    """The name under which a voice is looked up. No name means the same as a name of OpenAI's: any voice."""
     return (name or OPENAI_VOICES[0]).strip().lower()
 
 
 def named_models(models: Iterable[str]) -> dict[str, str]:
-    """The name that clients use -> folder, hub id or short name.
+    """A dict from the name that clients use to the folder, hub id or short name.
 
-    A model may be given as name=folder. Folders of the same name get as much of their path as tells them apart:
-    upstream's finetuning calls all of them the same.
+    A model may be given as name=folder. Folders of the same name get as much of their path as is needed to tell them
+    apart: upstream's finetuning gives all of them the same name.
     """
     models = [model_names.split_name(model) for model in models]
     if not models:
@@ -79,11 +79,11 @@ class Model:
 
     @property
     def voice_names(self) -> list[str]:
-        """Of its own voices and of the registered ones, oldest first."""
+        """Its own voices, then the registered ones, oldest first."""
         return [*self.own_voices, *(self.cloned_voices.registered if self.clones else ())]
 
     def can_do(self, options: SpeechOptions) -> bool:
-        """Whether it can speak in the voice and the style of a request that names no model."""
+        """Whether it supports the voice and the style of a request that names no model."""
         if options.has_reference:
             return self.clones
         if options.instructions and not self.takes_instructions:
@@ -91,32 +91,32 @@ class Model:
         return self.knows_voice(options.voice)
 
     def knows_voice(self, name: str | None) -> bool:
-        """Whether it can speak in a voice of this name, in one that stands in for it, or in a mix of such voices."""
+        """Whether `find_voice` has a voice for this name, or for each name of a mix."""
         mixed = [one for one, _ in read_mix(name or "")] if self.clones else []
-        return all(self.knows_single_voice(one) for one in mixed or [name])
-
-    def knows_single_voice(self, name: str | None) -> bool:
-        is_any = normalized(name) in OPENAI_VOICES
-        return bool(self.voice_names) if is_any else self.has_voice(name)
+        return all(self.find_voice(one) for one in mixed or [name])
 
     def has_voice(self, name: str | None) -> bool:
-        """Whether it has a voice of this very name, not one that stands in for OpenAI's."""
+        """Whether it has a voice of this name; OpenAI's names do not count."""
         return normalized(name) in self.voice_names
 
-    def resolve_voice(self, name: str | None) -> str:
-        """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
-        wanted = normalized(name)
-        names = self.voice_names
+    def find_voice(self, name: str | None) -> str | None:
+        """The voice for a name. For OpenAI's names, and without one, some voice of the model, always the same."""
+        wanted, names = normalized(name), self.voice_names
         if wanted in names:
             return wanted
-        if wanted in OPENAI_VOICES and self.presets:
+        if wanted not in OPENAI_VOICES or not names:
+            return None
+        if self.presets:
             return self.presets[OPENAI_VOICES.index(wanted) % len(self.presets)]
-        if wanted in OPENAI_VOICES and names:
-            return names[0]  # the oldest: it stays the same when voices are added
-        raise unknown_voice(name, names)
+        return names[0]  # the oldest stays the same when voices are added
+
+    def resolve_voice(self, name: str | None) -> str:
+        if (voice := self.find_voice(name)) is None:
+            raise unknown_voice(name, self.voice_names)
+        return voice
 
     def resolve_mix(self, name: str | None) -> list[tuple[str, float]]:
-        """The voices that are mixed, and their shares. Empty for a single voice."""
+        """The voices of a mix and their shares. Empty for a single voice."""
         mix = [] if self.has_voice(name) else read_mix(name or "")
         if not mix:
             return []
@@ -133,22 +133,20 @@ class Model:
     # ---- Checks
 
     def check(self, options: SpeechOptions) -> None:
-        """Refuse what this model cannot do, before any work starts."""
+        """Refuse what this model does not support, before any work starts."""
         for name in (*NUMBERS, "seed"):
-            self.check_number(name, getattr(options, name))
+            value = getattr(options, name)
+            is_possible, wanted = self.ranges[name]
+            if value is not None and not is_possible(value):
+                raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
         languages = model_config.languages(self.config)
         if options.language and options.language.lower() not in languages:
             nearest = choices.nearest(options.language, languages)
             raise ApiError(f"there is no language {options.language!r}: choose {nearest}", param="language")
         self.check_reference(options)
 
-    def check_number(self, name: str, value: float | None) -> None:
-        is_good, wanted = self.ranges[name]
-        if value is not None and not is_good(value):
-            raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
-
     def check_reference(self, options: SpeechOptions) -> None:
-        """Whether the fields describe one voice."""
+        """Refuse fields that do not describe exactly one voice."""
         if options.ref_audio is not None and options.speaker_embedding is not None:
             raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
         if options.ref_audio is None:
@@ -182,11 +180,17 @@ class Model:
         return {"instruct": options.instructions or DESIGNED_VOICES[name]}
 
     def describe(self) -> dict:
-        """As /v1/models lists it."""
-        model = {"id": self.id, "object": "model", "created": 0, "owned_by": "qwen"}
-        about = {"kind": self.kind, "languages": model_config.languages(self.config)}  # for the page
-        about["random_weights"] = bool(self.config.get("random_weights"))
-        return model | about | {"voices": self.voice_names}
+        """Its entry in /v1/models: OpenAI's fields, and those that the page uses."""
+        return {
+            "id": self.id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "qwen",
+            "kind": self.kind,
+            "languages": model_config.languages(self.config),
+            "random_weights": bool(self.config.get("random_weights")),
+            "voices": self.voice_names,
+        }
 
 
 def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
@@ -203,7 +207,7 @@ def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
 
 
 def sampling(options: SpeechOptions) -> dict:
-    """Settings as upstream's arguments; what was not given is the model's own."""
+    """The sampling settings as arguments of upstream's methods. None stands for the model's default."""
     arguments = {name: getattr(options, name) for name in NUMBERS}
     arguments["language"] = options.language or "Auto"
     if options.non_streaming_mode is not None:
@@ -212,7 +216,7 @@ def sampling(options: SpeechOptions) -> dict:
 
 
 def check_no_reference(options: SpeechOptions) -> None:
-    """A registered voice has its own transcript."""
+    """Refuse fields about ref_audio: without it, a registered voice is used, which has its own transcript."""
     if options.ref_text:
         name, meaning = "ref_text", "what ref_audio says"
     elif options.x_vector_only_mode and options.speaker_embedding is None:

@@ -3,13 +3,13 @@
     serve run qwen3_tts_cuda_graphs.serving.ray_app:app model=0.6B max_replicas=8
     serve run qwen3_tts_cuda_graphs.serving.ray_app:app model=tiny device=cpu replicas=2
 
-Ray's proxies pass requests and WebSockets on to the less busy of two replicas. A replica whose engine fails heals as
-`qwen3-tts serve` does; one that dies, or does not heal in time, is replaced. The clients it was speaking to see their
-connection break. The arguments are the fields of Arguments and the limits of `qwen3-tts serve`, with underscores; the
-key is $QWEN3_TTS_API_KEY. The metrics of all replicas are among Ray's own; /metrics has those of whichever replica
-answers.
+Ray's proxies forward each request and WebSocket to the less busy of two replicas. A replica whose engine fails restarts
+it as `qwen3-tts serve` does; a replica that dies, or does not recover in time, is replaced, and its clients see their
+connections break. The arguments are the fields of Placement and the limits of `qwen3-tts serve`, with underscores; the
+key is $QWEN3_TTS_API_KEY. Ray's metrics include those of all replicas; /metrics has those of the replica that answers.
 
-Who reaches Ray's own ports (dashboard, cluster) can run code: keep them in a private network, with its tokens on.
+Anyone who can reach Ray's own ports (dashboard, cluster) can run code: keep them in a private network, with its token
+authentication enabled.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.memory import MAX_ROWS
 from qwen3_tts_cuda_graphs.serving.model import named_models
 from qwen3_tts_cuda_graphs.serving.requests import parse
-from qwen3_tts_cuda_graphs.serving.server import create_app
+from qwen3_tts_cuda_graphs.serving.routes import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_origin
 
@@ -40,20 +40,20 @@ SECONDS_BETWEEN_METRICS = 5.0
 
 
 class Placement(BaseModel):
-    """What is not a limit. The values come from a command line: lists are separated by commas."""
+    """The arguments that are not limits. They come from a command line: lists are separated by commas."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = PRESET_MODEL  # or several
-    device: Literal["cuda", "cpu"] = "cuda"  # which GPU it is, Ray decides
+    device: Literal["cuda", "cpu"] = "cuda"  # Ray decides which GPU
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    voices: Path = Settings.voices  # with several machines, a folder that all of them see
+    voices: Path = Settings.voices  # with several machines, a folder that they share
     speaker: str = ""  # speaker.pt files
     cors_origin: str = ""
     open_lists: bool = False
 
-    replicas: int = Field(1, ge=1)  # that are always there
-    max_replicas: int = Field(0, ge=0)  # more are started under load, up to so many
+    replicas: int = Field(1, ge=1)  # minimum
+    max_replicas: int = Field(0, ge=0)  # up to this many are started under load; 0: the number is fixed
     target_streams: int = Field(0, ge=0)  # per replica, above which more are started; 0: a quarter of max_streams
     cpus_per_replica: float = Field(2.0, gt=0)
 
@@ -62,7 +62,7 @@ Arguments = create_model("Arguments", __base__=Placement, **{item.name: (item.ty
 
 
 def app(arguments: dict) -> Application:
-    """Called by `serve run` and `serve deploy`. Mistakes are found here, before anything is started."""
+    """Called by `serve run` and `serve deploy`. Finds mistakes before anything is started."""
     try:
         wanted = parse(Arguments, arguments)
         limits = {item.name: getattr(wanted, item.name) for item in LIMITS}
@@ -71,7 +71,7 @@ def app(arguments: dict) -> Application:
         settings = Settings(key, origins, open_lists=wanted.open_lists, voices=wanted.voices.absolute(), **limits)
         speakers = read_speakers([Path(path) for path in split(wanted.speaker)])
         models = split(wanted.model)
-        Service(models, wanted.device, wanted.dtype, settings, speakers)  # finds what its replicas would
+        Service(models, wanted.device, wanted.dtype, settings, speakers)  # raises what it would raise in a replica
         if 0 < wanted.max_replicas < wanted.replicas:
             raise ValueError(f"max_replicas is {wanted.max_replicas}, it must be at least replicas, {wanted.replicas}")
     except (ApiError, ValueError) as error:
@@ -82,7 +82,7 @@ def app(arguments: dict) -> Application:
         Replica,
         **scaling(wanted),
         ray_actor_options={"num_cpus": wanted.cpus_per_replica, "num_gpus": int(wanted.device == "cuda")},
-        # The server counts its streams itself and answers 429. Ray's queue is for what comes while none can be reached.
+        # The server itself limits its streams and answers 429. Ray's queue is for times when no replica can be reached.
         max_ongoing_requests=settings.max_connections,
         max_queued_requests=settings.max_waiting,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
@@ -104,7 +104,7 @@ def scaling(wanted: Placement) -> dict:
         min_replicas=wanted.replicas,
         max_replicas=wanted.max_replicas,
         target_ongoing_requests=wanted.target_streams or max(1, (wanted.max_streams or MAX_ROWS) // 4),
-        upscale_delay_s=5,  # a replica takes half a minute to load: begin early
+        upscale_delay_s=5,  # a replica takes half a minute to load
         downscale_delay_s=300,
     )
     return {"autoscaling_config": config}
@@ -112,26 +112,26 @@ def scaling(wanted: Placement) -> dict:
 
 @serve.ingress()
 class Replica:
-    """The models on one GPU. Ray sends requests when the constructor has returned."""
+    """A server on one GPU. Ray sends requests once the constructor has returned."""
 
     async def __init__(self, models: list[str], device: str, dtype: str | None, settings: Settings, speakers: dict):
         self.service = Service(models, device, dtype, settings, speakers)
         await self.service.start()
-        gc.freeze()  # as in process.py
+        gc.freeze()  # as in server.py
         self.publishing = asyncio.create_task(publish(self.service.metrics.registry))
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return create_app(self.service)
 
     def check_health(self) -> None:
-        """Raises while an engine is not ready. After three times Ray replaces the replica, if it has not healed."""
+        """Raises while an engine is not ready. After three failed checks Ray replaces the replica."""
         self.service.check_all_ready()
 
 
 async def publish(registry: CollectorRegistry) -> None:
-    """Copy metrics to Ray, which labels them with the replica and serves those of a machine together.
+    """Copy the metrics to Ray, which labels them with the replica and serves those of a machine together.
 
-    All of them as gauges: Ray's counters take differences, and for Prometheus' rate() the type makes no difference.
+    All are copied as gauges: Ray's counters accept only increments, and Prometheus' rate() does not depend on the type.
     """
     gauges = {}
     while True:

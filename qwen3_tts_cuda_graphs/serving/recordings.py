@@ -1,9 +1,8 @@
-"""Decodes clients' recordings in helper processes, with limits: a native decoder that crashes, hangs, or writes to
-stderr harms nothing else. Run as a module, this is such a helper.
+"""Decodes clients' recordings in helper processes with limits, as a native decoder may crash, hang or write to stderr.
+Run as a module, this is such a helper.
 """
 
 import base64
-import binascii
 import io
 import re
 import resource
@@ -22,9 +21,11 @@ from qwen3_tts_cuda_graphs.serving.helper import Helper, HelperEnded, answer_que
 from qwen3_tts_cuda_graphs.serving.messages import pack
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 
-SECONDS_TO_DECODE = 30  # also for the start of a helper
-MAX_MEMORY = 1 << 30  # bytes of address space; the libraries take a quarter, and a file may ask for any amount
-READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # soundfile's names of the formats that clients may upload
+SECONDS_TO_DECODE = 30  # including the start of a helper
+MAX_MEMORY = (
+    1 << 30
+)  # bytes of address space: the libraries take a quarter, and a file may make them allocate any amount
+READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # formats that are decoded with soundfile, by its names
 MAX_CHANNELS = 2
 NOT_BASE64 = "ref_audio is not base64: send the recording in base64, or as a data URL"
 
@@ -34,14 +35,14 @@ async def start_decoder(seconds: float = SECONDS_TO_DECODE) -> Helper:
 
 
 class Decoders:
-    """Helpers, each of which decodes one recording at a time. An idle one is kept for the next recording."""
+    """Helpers, each of which decodes one recording at a time. Idle ones are kept for the next recordings."""
 
     def __init__(self, start: Callable[[], Awaitable[Helper]] = start_decoder):
         self.start = start
         self.idle = []
 
     async def decode(self, data: bytes, settings: Settings, name: str) -> Chunk:
-        """A client's recording as mono samples. name: the field that a mistake is in"""
+        """Decode a client's recording to mono samples. name: its field, for error messages"""
         helper = await self.take()
         limits = dict(max_upload=settings.max_upload, max_reference_seconds=settings.max_reference_seconds)
         try:
@@ -49,7 +50,7 @@ class Decoders:
         except HelperEnded:
             problem = f"{name} cannot be decoded: give another recording, {RECORDINGS}"
             raise ApiError(problem, param=name) from None
-        except BaseException:  # nobody waits for it any more
+        except BaseException:  # cancelled: the helper is still busy with this recording
             helper.close()
             raise
         self.idle.append(helper)
@@ -64,7 +65,7 @@ class Decoders:
                 return helper
         try:
             return await self.start()
-        except OSError:  # without files or memory
+        except OSError:  # no free file descriptors or memory
             raise ApiError("no recording can be decoded now: try again later", 503, code="too_many") from None
 
     def close(self) -> None:
@@ -73,13 +74,13 @@ class Decoders:
 
 
 def check_base64(text: str) -> None:
-    """A quick look. One character of another kind would have Python keep four bytes for each."""
+    """A quick check: with other characters, Python stores up to four bytes for each character of the text."""
     if not text.isascii():
         raise ApiError(NOT_BASE64, param="ref_audio")
 
 
 def decode_base64(text: str) -> bytes:
-    """The bytes of a data URL or of plain base64. Addresses and file names are refused."""
+    """The bytes of a data URL or of plain base64. Other URLs and file names are refused."""
     if re.match(r"\s*(https?|file|ftp|s3):", text[:20], re.IGNORECASE):
         problem = "ref_audio is an address, and this server fetches nothing: send the recording in base64"
         raise ApiError(problem, param="ref_audio")
@@ -88,14 +89,14 @@ def decode_base64(text: str) -> bytes:
         if not comma or not header.lower().endswith(";base64"):
             raise ApiError("ref_audio is a data URL without base64: give data:audio/wav;base64,...", param="ref_audio")
     try:
-        plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are usual
+        plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are common
         return base64.b64decode(plain, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise ApiError(NOT_BASE64, param="ref_audio") from None
 
 
 def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
-    """A client's recording as mono samples. No more is decoded than the limits allow, whatever its header says."""
+    """Decode a recording to mono samples, never more than the limits allow, whatever the file's header says."""
     if len(data) > settings.max_upload:
         problem = f"{name} has {len(data)} bytes, at most {settings.max_upload} are possible: give a shorter one"
         raise ApiError(problem, 413, param=name)
@@ -112,16 +113,16 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
                     raise ValueError
                 check_layout(rate, file.channels, name)
                 audio = file.read(int(settings.max_reference_seconds * rate) + 1, dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, ValueError, OSError, MemoryError, RuntimeError):
+    except (ValueError, OSError, MemoryError, RuntimeError):  # soundfile raises RuntimeErrors
         raise ValueError(f"{name} is not audio that can be read: give {RECORDINGS}") from None
     if len(audio) == 0:
         raise ValueError(f"{name} has no samples: give a recording of the voice")
     if len(audio) > int(settings.max_reference_seconds * rate):
         raise ValueError(f"{name} is longer than {settings.max_reference_seconds:g} s: give a shorter recording")
-    with np.errstate(over="ignore"):  # what is infinite is refused
+    with np.errstate(over="ignore"):  # check_recording refuses infinite samples
         audio = audio.mean(axis=1)
     check_recording(audio, rate, name)
-    return audio / max(1.0, np.abs(audio).max()), rate  # floats may be beyond full scale
+    return audio / max(1.0, np.abs(audio).max()), rate  # float samples may exceed full scale
 
 
 def check_layout(rate: int, channels: int, name: str) -> None:
@@ -134,11 +135,11 @@ def check_layout(rate: int, channels: int, name: str) -> None:
 
 
 def answers_to(header: dict, data: bytes) -> Iterator[bytes]:
-    signal.alarm(SECONDS_TO_DECODE)  # ends this process, whatever native code it is in
+    signal.alarm(SECONDS_TO_DECODE)  # kills this process even while it runs native code
     try:
         samples, rate = decode_recording(data, Settings(**header["limits"]), header["name"])
         yield pack(dict(rate=rate), samples.astype(np.float32).tobytes())
-    except (ApiError, ValueError) as problem:  # any other ends this process
+    except (ApiError, ValueError) as problem:  # any other exception ends this process
         error = as_api_error(problem)
         yield pack(dict(error=error.message, status=error.status))
     signal.alarm(0)

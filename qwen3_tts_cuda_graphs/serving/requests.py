@@ -1,4 +1,4 @@
-"""What a client may ask for: the fields of OpenAI's speech requests, and fields of our own."""
+"""The fields of a request: those of OpenAI's speech requests, and fields of our own."""
 
 import difflib
 import json
@@ -15,11 +15,11 @@ from qwen3_tts_cuda_graphs.prompts.lexicon import check_entries
 from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 
-MAX_VALUES = 50_000  # in a JSON object
-MAX_DIGITS = 1000
-MAX_UNKNOWN = 20  # unknown fields that are listed for the client
-MAX_OWN_ENTRIES = 1000  # of a lexicon in a request
-FIELD_ALIASES = {  # what other servers call a field -> our name
+MAX_VALUES = 50_000  # per JSON body
+MAX_DIGITS = 1000  # per number
+MAX_UNKNOWN = 20  # unknown fields that are reported to the client
+MAX_REQUEST_ENTRIES = 1000  # of the lexicon in a request
+FIELD_ALIASES = {  # another server's name of a field -> our name
     "text": "input",
     "prompt": "input",
     "format": "response_format",
@@ -31,23 +31,23 @@ SWITCHES = "notation", "script", "limit_speech", "timestamps"
 
 
 class SpeechOptions(BaseModel):
-    """Voice, sampling and format: all but the text. A WebSocket's session.config has these fields."""
+    """Voice, sampling and format: everything except the text. These are the fields of a WebSocket's session.config."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    model: str | None = None  # any string; one of several models by its name
+    model: str | None = None  # any string; the name of a served model selects it
     voice: str | None = None  # or `speaker`
     instructions: str | None = None
     language: str | None = None
-    response_format: Format = "wav"  # also by other names, with a rate: see common/formats.py
+    response_format: Format = "wav"  # may have another name and include a rate: see common/formats.py
     sample_rate: int | None = Field(None, validate_default=True)  # None: the model's
     bit_rate: int | None = None  # kbit/s
     speed: float = 1.0
 
-    # How the text is read: prompts/script.py
-    notation: bool = True  # False: brackets are words
-    script: bool = False  # True: a play, whose lines begin with a voice's name
-    lexicon: dict[str, str] | None = None  # word -> how to say it
+    # How the text is read, see prompts/script.py
+    notation: bool = True  # False: tags in brackets are ordinary text
+    script: bool = False  # True: a play, whose lines begin with the name of a voice
+    lexicon: dict[str, str] | None = None  # word -> how to pronounce it
     limit_speech: bool = False  # stop an utterance that does not end
 
     # Cloning within the request
@@ -56,7 +56,7 @@ class SpeechOptions(BaseModel):
     x_vector_only_mode: bool | None = None
     speaker_embedding: list[float] | None = None
 
-    # Upstream's arguments. None is the model's own default.
+    # Upstream's arguments. None stands for the model's own default.
     seed: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -73,11 +73,11 @@ class SpeechOptions(BaseModel):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the request itself has a voice to clone."""
+        """Whether the request contains a voice to clone."""
         return self.ref_audio is not None or self.speaker_embedding is not None
 
     def for_part(self, part: Part) -> "SpeechOptions":
-        """The same with the voice and the style of a part of a script."""
+        """These options with the voice and the style of a part of a script."""
         changes = {}
         if part.voice is not None:
             changes = dict.fromkeys(("ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding"))
@@ -95,7 +95,7 @@ class SpeechOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def numbers_in_the_format(cls, content: dict) -> dict:
-        """mp3_44100_128 is mp3, 44100 Hz and 128 kbit/s."""
+        """mp3_44100_128 means mp3, 44100 Hz and 128 kbit/s."""
         name = content.get("response_format")
         if not isinstance(name, str):
             return content
@@ -123,14 +123,14 @@ class SpeechOptions(BaseModel):
     @field_validator("response_format", "speed", "stream_format", *SWITCHES, mode="before", check_fields=False)
     @classmethod
     def default_for_null(cls, value: Any, info: ValidationInfo) -> Any:
-        """Clients may send null or an empty string for the default, and "WAV" for "wav"."""
+        """null and an empty string mean the default, and upper case is accepted."""
         value = value.strip().lower() if isinstance(value, str) else value
         return cls.model_fields[info.field_name].default if value in (None, "") else value
 
     @field_validator("lexicon")
     @classmethod
     def possible_lexicon(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        return value and check_entries(value, MAX_OWN_ENTRIES)
+        return value and check_entries(value, MAX_REQUEST_ENTRIES)
 
     @field_validator("sample_rate")
     @classmethod
@@ -157,14 +157,14 @@ class SpeechRequest(SpeechOptions):
     response_format: Format = "mp3"  # OpenAI's default, which some programs rely on
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
-    timestamps: bool = False  # True: JSON with the audio and where its parts are heard
+    timestamps: bool = False  # True: the response is JSON with the audio and the times of its parts
 
 
 Fields = TypeVar("Fields", bound=BaseModel)
 
 
 def parse_json(data: bytes | str) -> dict:
-    """A JSON object. NaN and Infinity are not JSON. Long strings are quick to parse, many values are not."""
+    """Parse a JSON object, without NaN and Infinity. The number of values is limited, as parsing many takes long."""
     separators = (b"[", b"{", b",") if isinstance(data, bytes) else ("[", "{", ",")
     if sum(map(data.count, separators)) > MAX_VALUES:
         raise ApiError(f"the request has more than {MAX_VALUES} values: send less", code="invalid_json")
@@ -189,7 +189,7 @@ def read_integer(digits: str) -> int:
 
 
 def read_constant(text: str) -> Any:
-    """A parameter of a URL that is JSON, as its value; other texts as they are, and None for an empty one."""
+    """The value of a URL parameter: parsed if it is JSON, None if it is empty, else the text itself."""
     try:
         return json.loads(text or "null", parse_constant=str, parse_int=read_integer)
     except (ValueError, RecursionError):
@@ -207,8 +207,8 @@ def parse(kind: type[Fields], content: dict) -> Fields:
 
 
 def unknown_fields(kind: type[Fields], content: dict) -> tuple[str, ...]:
-    """Unknown fields that have a value, fit to be sent in a header, each with the known field that may be meant."""
-    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is SpeechOptions else set())  # a session.config has one
+    """Unknown fields with a value, escaped for a header, each with a known field that may be meant."""
+    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is SpeechOptions else set())  # `type`: session.config
     names = [name for name, value in content.items() if name not in known and value is not None]
     named = [re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII) + hint(name, known) for name in names[:MAX_UNKNOWN]]
     if content.get("voice") and content.get("speaker"):
@@ -220,14 +220,13 @@ def unknown_fields(kind: type[Fields], content: dict) -> tuple[str, ...]:
 
 def hint(name: str, known: Iterable[str]) -> str:
     name = name[:40].lower()
-    meant = (
-        [FIELD_ALIASES[name]] if FIELD_ALIASES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
-    )
+    alias = FIELD_ALIASES.get(name)
+    meant = [alias] if alias in known else difflib.get_close_matches(name, known, 1, 0.7)
     return f" (did you mean {meant[0]}?)" if meant else ""
 
 
-def explain(problem: dict, unknown: Iterable[str] = ()) -> ApiError:
-    """One sentence about the problem that pydantic found. unknown: one may be a missing field under another name"""
+def explain(problem: dict, unknown: Iterable[str]) -> ApiError:
+    """One sentence about an error of pydantic. unknown: fields, one of which may be a missing field's other name"""
     param = str(problem["loc"][0]) if problem["loc"] else None
     message = problem["msg"]
     if problem["type"] == "missing":
@@ -243,7 +242,7 @@ def explain(problem: dict, unknown: Iterable[str] = ()) -> ApiError:
 
 
 def describe(value: Any) -> str:
-    """A value in a message: short, and never a whole list or object."""
+    """A value in an error message, shortened."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -1,292 +1,185 @@
-"""The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
+"""uvicorn's server with workers: starts them, prints a greeting, and drains before it stops."""
 
-    service = Service("0.6B")
-    await service.start()  # in the server's event loop: see process.py
-    app = create_app(service)
-
-A speech request is read, checked against the model, and answered by a SpeechResponse, which speaks while it sends.
-"""
-
+import argparse
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+import gc
+import logging
+import math
+import signal
+import socket
+import sys
+import time
+from typing import Any
 
-import anyio
-import prometheus_client
-from python_multipart.multipart import parse_options_header
+import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Match, Route, WebSocketRoute
-from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocket
 
-from qwen3_tts_cuda_graphs.prompts.script import Part
-from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, check_encoding, convert, slices
-from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error
-from qwen3_tts_cuda_graphs.serving.guard import Guard, connection_of
-from qwen3_tts_cuda_graphs.serving.page import FILES as PAGES
-from qwen3_tts_cuda_graphs.serving.page import page_response
-from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions, SpeechRequest, parse, parse_json
-from qwen3_tts_cuda_graphs.serving.service import Service
-from qwen3_tts_cuda_graphs.serving.settings import Settings
-from qwen3_tts_cuda_graphs.serving.signed_addresses import AddressRequest, read_address, signed_address
-from qwen3_tts_cuda_graphs.serving.speech_response import MAX_WRITE, SpeechResponse
-from qwen3_tts_cuda_graphs.serving.websocket import Session
+from qwen3_tts_cuda_graphs.serving.connections import HttpConnection, WebSocketConnection
+from qwen3_tts_cuda_graphs.serving.errors import log, log_to_stderr
+from qwen3_tts_cuda_graphs.serving.routes import create_app
+from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
+from qwen3_tts_cuda_graphs.serving.settings import MAX_PENDING, Settings
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 
-MAX_REGISTRATIONS = 16  # voices that are being made or wait for that, each with its recording
-MAX_CONVERSIONS = 4  # at the same time
+# A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's automatic one is disabled. `on_tick` runs one
+# after this many collections of the second generation.
+COLLECTIONS = 10
+COLLECTIONS_WHILE_SPEAKING = 1000
+NEVER = 2**30
+
+ACCEPTS = 16  # connections accepted in one turn of the event loop
+SECONDS_BETWEEN_WARNINGS = 60.0  # about missing file descriptors
+SECONDS_TO_CLOSE = 5  # for open connections when the server ends
 
 
-class App(Starlette):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep uvicorn's own `send` for `past_middlewares`.
-
-        Ignore doubled slashes: some programs add their route to an address that ends with a slash.
-        """
-        scope["send"] = send
-        if "path" in scope:
-            scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
-        await super().__call__(scope, receive, send)
-
-
-def create_app(service: Service) -> Starlette:
-    """The application. Until `service.start` has returned, requests get 503."""
-    handlers = Handlers(service)
-    routes = [
-        WebSocketRoute("/v1/audio/speech/stream", lambda websocket: Session(websocket, service).run()),
-        Route("/v1/audio/speech", handlers.create_speech, methods=["GET", "POST"]),
-        Route("/v1/audio/speech/url", handlers.sign_address, methods=["POST"]),
-        Route("/v1/audio/voices", handlers.list_voices),
-        Route("/v1/audio/voices", handlers.register_voice, methods=["POST"]),
-        Route("/v1/audio/voices/{name}", handlers.remove_voice, methods=["DELETE"]),
-        Route("/v1/audio/convert", handlers.convert_speech, methods=["POST"]),
-        Route("/v1/models", handlers.list_models),
-        Route("/v1/models/{name}", handlers.find_model),
-        Route("/v1/audio/models", handlers.list_audio_models),
-        Route("/health", handlers.health),
-        Route("/livez", live),
-        Route("/v1/test", live),  # wyoming-openai asks this to learn whether it may list our voices
-        Route("/metrics", handlers.metrics),
-        *(Route(path, page) for path in PAGES),
-        NO_SUCH_WEBSOCKET,
-    ]
-    middleware = [Middleware(Guard, settings=service.settings)]
-    if service.settings.cors_origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=list(service.settings.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # OpenAI's client sends headers of its own
-            expose_headers=["X-Sample-Rate", "X-Request-Id", "X-Ignored"],
-            allow_private_network=True,  # Chromium asks for it where a public page calls this machine
-        )
-        middleware.insert(0, cors)
-    errors = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
-    errors[ClientDisconnect] = client_has_left
-    app = App(routes=routes, middleware=middleware, exception_handlers=errors)
-    app.router.redirect_slashes = False
-    return app
+def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket, spare: Spare) -> None:
+    """Serve until a signal arrives. args: the options of server_options.py"""
+    log_to_stderr()
+    service = Service(args.model, args.device, args.dtype, settings, read_speakers(args.speaker), spare=spare)
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # for a wildcard, an address that clients can use
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"listening on {address}, loading {', '.join(args.model)}", flush=True)
+    server = Server(service, address)
+    server.run(sockets=[listening])
+    if server.failure:
+        raise server.failure
 
 
-class Handlers:
-    """The routes that ask the service, one method each."""
+class Server(uvicorn.Server):
+    """SIGTERM drains first: new requests get 503 until the streams in flight have ended."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, address: str | None = None):
+        """address: for the greeting. Without it, the caller starts and closes the service."""
+        super().__init__(uvicorn_config(create_app(service), service.settings))
         self.service = service
-        self.settings = service.settings
-        self.registering = asyncio.Semaphore(MAX_REGISTRATIONS)
-        self.converters = ThreadPoolExecutor(MAX_CONVERSIONS, "convert")
+        self.address = address
+        self.starting = None  # the task that starts the service
+        self.failure = None  # to raise at the end: why a model could not be loaded, or an exit status
+        self.drain_until = None
 
-    async def read_speech_request(self, kind: type[SpeechRequest], content: dict) -> tuple[SpeechRequest, list[Part]]:
-        """Parse and check it, and read its text as a script."""
-        speech_request = parse(kind, content)
-        await self.service.refresh_if_unknown(speech_request.voice)
-        self.service.check(speech_request)
-        check_encoding(speech_request)
-        return speech_request, await self.service.read_parts(speech_request)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+        for listening in sockets or ():
+            listening.listen(MAX_PENDING)  # asyncio has set it to ACCEPTS
+        if self.address:
+            self.starting = asyncio.create_task(self.start())
 
-    async def create_speech(self, request: Request) -> Response:
+    async def start(self) -> None:
+        """Start the service in a task, so that /health answers meanwhile."""
         try:
-            self.service.check_ready()
-            is_post = request.method == "POST"
-            content = await json_content(request, self.settings) if is_post else read_address(request.scope)
-            speech_request, parts = await self.read_speech_request(SpeechRequest, content)
-        except ApiError as error:
-            self.service.metrics.requests.labels(error.outcome).inc()
-            raise
-        ignored = self.service.ignored(speech_request, parts)
-        return SpeechResponse(Answer(self.service, speech_request, parts), ignored)
+            await self.service.start()
+        except Exception as error:
+            self.failure = error
+            self.should_exit = True
+        else:
+            gc.freeze()  # exclude all modules and other lasting objects from collections
+            gc.set_threshold(*gc.get_threshold()[:2], NEVER)  # on_tick collects
+            print(greeting(self.service, self.address), flush=True)
 
-    async def sign_address(self, request: Request) -> Response:
-        """An address for whoever is to hear the speech without having the key."""
-        self.service.check_ready()
-        content = await json_content(request, self.settings)
-        speech_request, _ = await self.read_speech_request(AddressRequest, content)
-        return JSONResponse(signed_address(speech_request, self.settings))
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.starting:
+            self.starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.starting
+            await self.service.close()
 
-    async def list_voices(self, _: Request) -> Response:
-        await self.service.cloned_voices.refresh()
-        return JSONResponse({"voices": self.service.voices()})
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.service.is_draining or sig == signal.SIGINT:
+            self.should_exit = True  # the second signal, or Ctrl-C
+            return
+        self.drain()
 
-    async def register_voice(self, request: Request) -> Response:
-        self.service.check_ready()
-        if self.registering.locked():
-            raise ApiError(f"{MAX_REGISTRATIONS} voices are being registered already: try again later", 429)
-        async with self.registering:
-            name, data, ref_text = await read_voice(request, self.settings)
-            return JSONResponse(await self.service.register(name, data, ref_text))
+    def drain(self) -> None:
+        self.service.is_draining = True
+        self.drain_until = time.monotonic() + self.service.settings.drain_seconds
+        for model in self.service.models:
+            model.engine.speak_to_the_end()
+        streams = self.service.in_flight
+        until = f" when {streams} streams have ended" if streams else ""
+        with contextlib.suppress(OSError):  # from a signal handler it would be raised anywhere in the event loop
+            print(f"shutting down{until}", file=sys.stderr, flush=True)
 
-    async def remove_voice(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        await self.service.cloned_voices.remove(name)
-        return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
-
-    async def convert_speech(self, request: Request) -> Response:
-        """Encode a WAV file: the page saves as mp3 what it has played."""
-        options = parse(SpeechOptions, {"response_format": request.query_params.get("response_format") or "mp3"})
-        check_encoding(options)
-        with time_limit(request, self.settings):
-            wav = await request.body()
-        data = await asyncio.get_running_loop().run_in_executor(self.converters, convert, wav, options)
-        request.scope["memory"].add(len(data))
-        length = {"content-length": str(len(data))}
-        return StreamingResponse(stream_slices(data), headers=length, media_type=CONTENT_TYPES[options.response_format])
-
-    async def describe_models(self) -> list[dict]:
-        await self.service.cloned_voices.refresh()
-        for_page = {name: getattr(self.settings, name) for name in ("max_text", "max_reference_seconds")}
-        return [model.describe() | for_page for model in self.service.models]
-
-    async def list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await self.describe_models()})
-
-    async def list_audio_models(self, _: Request) -> Response:
-        """The list in the form that Open WebUI reads."""
-        return JSONResponse({"models": await self.describe_models()})
-
-    async def find_model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        models = {model["id"]: model for model in await self.describe_models()}
-        if name not in models:
-            raise ApiError(f"there is no model {name!r} here: choose {', '.join(map(repr, models))}", 404)
-        return JSONResponse(models[name])
-
-    async def health(self, _: Request) -> Response:
-        self.service.check_all_ready()
-        return JSONResponse({"status": "ok"})
-
-    async def metrics(self, _: Request) -> Response:
-        text = prometheus_client.generate_latest(self.service.metrics.registry)
-        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+    async def on_tick(self, counter: int) -> bool:
+        if self.service.settings.exit_when_failed and not self.drain_until and self.service.has_given_up:
+            self.failure = SystemExit(1)  # the log says why
+            self.drain()
+        is_done = not self.service.in_flight and not self.service.responses
+        if self.drain_until and (is_done or time.monotonic() > self.drain_until):
+            self.should_exit = True
+        if gc.get_count()[2] > (COLLECTIONS_WHILE_SPEAKING if self.service.in_flight else COLLECTIONS):
+            gc.collect()
+        return await super().on_tick(counter)
 
 
-async def live(_: Request) -> Response:
-    """Whether this process serves, whatever its engines do."""
-    return JSONResponse({"status": "ok"})
+def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=HttpConnection,
+        ws=WebSocketConnection,
+        ws_max_size=settings.max_body,
+        ws_per_message_deflate=False,  # audio does not compress
+        backlog=ACCEPTS,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        ws_ping_timeout=None,  # a pong may wait behind unread audio, for which there is another limit
+        timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+        log_level="warning",
+        use_colors=False,  # by default it inspects stdout, which may be closed
+        server_header=False,
+        proxy_headers=False,  # the client's address is not used
+    )
+    config.settings = settings
+    config.unfinished = 0  # bytes of unfinished messages of all WebSockets
+    logging.getLogger("uvicorn.error").addFilter(is_no_client_mistake)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns about each form that it cannot parse
+    return config
 
 
-async def page(request: Request) -> Response:
-    path = request.scope["path"]
-    if path == "/docs" and request.scope.get("raw_path", b"").endswith(b"/"):  # its addresses are relative
-        return Response(status_code=307, headers={"Location": "../docs"})
-    return page_response(path, known=request.headers.get("if-none-match", ""))
+def is_no_client_mistake(record: logging.LogRecord) -> bool:
+    """False for uvicorn's messages about WebSockets that were refused over HTTP, and requests that cannot be parsed."""
+    return record.msg not in (
+        "ASGI callable returned without completing handshake.",
+        "Invalid HTTP request received.",
+        "Invalid UTF-8 sequence received from client.",
+        "Unsupported upgrade request.",
+    )
 
 
-async def refuse(_: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
+class AcceptErrors:
+    """The event loop's exception handler. When file descriptors run out, asyncio retries each second and logs each
+    failure: here they are logged once a minute."""
+
+    warned = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "socket.accept()" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif loop.time() - self.warned > SECONDS_BETWEEN_WARNINGS:
+            self.warned = loop.time()
+            log.warning("new connections wait: %s: raise ulimit -n, or lower --max-connections", context["exception"])
 
 
-async def client_has_left(_: Request, error: Exception) -> Response:
-    return Response(status_code=400)
-
-
-async def not_found(request: Request, error: HTTPException) -> Response:
-    routes = [route for route in request.app.routes if route is not NO_SUCH_WEBSOCKET]
-    problem = f"{request.method[:20]} {request.url.path[:80]}: {error.detail}"
-    if error.status_code == 404:
-        problem += f": there are {', '.join(sorted({route.path for route in routes}))}"
-    response = ApiError(problem, error.status_code).response()
-    if error.status_code == 405:
-        here = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
-        response.headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in here))))
-    return response
-
-
-async def fail(request: Request, error: Exception) -> Response:
-    request_id = request.scope["request_id"]
-    response = as_api_error(error, request_id).response()
-    response.headers["X-Request-Id"] = request_id  # this response does not pass the guard
-    return response
-
-
-async def no_such_websocket(websocket: WebSocket) -> None:
-    problem = "there is no WebSocket at this path: use /v1/audio/speech/stream"
-    await websocket.send_denial_response(ApiError(problem, 404, code="not_found").response())
-
-
-NO_SUCH_WEBSOCKET = WebSocketRoute("/{path:path}", no_such_websocket)
-
-
-async def json_content(request: Request, settings: Settings) -> dict:
-    """Only JSON: web pages of other hosts can send any other content type without asking the server first."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
-    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise ApiError(f"the content encoding is {encoding[:80]!r}: send the JSON as it is", 415)
-    with time_limit(request, settings):
-        return parse_json(await request.body())
-
-
-async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, str | None]:
-    """The fields of a multipart form: name, recording, transcript."""
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise ApiError("a voice is sent as multipart/form-data: name, audio_sample and, if known, ref_text", 415)
-    _, options = parse_options_header(request.headers["content-type"])
-    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):  # punycode, say, would take a minute
-        raise ApiError("the form's charset must be utf-8", 415)
-    with time_limit(request, settings):
-        try:
-            parser = MultiPartParser(request.headers, request.stream(), max_files=1, max_fields=10)
-            parser.spool_max_size = settings.max_body  # in memory, where it is counted: a disk may be full
-            form = await parser.parse()
-        except MultiPartException as error:
-            raise ApiError(f"the form cannot be read: {error.message}") from None
-    try:
-        name, sample, ref_text = (form.get(field) for field in ("name", "audio_sample", "ref_text"))
-        if not isinstance(name, str):
-            raise ApiError("name is missing: give the voice a name", param="name")
-        if not isinstance(sample, UploadFile):
-            raise ApiError("audio_sample is missing: give a recording of the voice", param="audio_sample")
-        if isinstance(ref_text, UploadFile):
-            raise ApiError("ref_text is a file, it must be text", param="ref_text")
-        return name, await sample.read(), (ref_text or "").strip() or None
-    finally:
-        await form.close()
-
-
-@contextlib.contextmanager
-def time_limit(request: Request, settings: Settings):
-    """Limit the time for the body. Most bodies are small and come with the head."""
-    connection = connection_of(request.scope)
-    if connection and connection.has_whole_request():
-        yield
-        return
-    try:
-        with anyio.fail_after(settings.body_seconds):
-            yield
-    except TimeoutError:
-        raise ApiError(f"the request did not arrive within {settings.body_seconds:g} s", 408) from None
-
-
-async def stream_slices(data: bytes) -> AsyncIterator[bytes]:
-    for piece in slices(data, MAX_WRITE):
-        yield piece
+def greeting(service: Service, address: str) -> str:
+    """The models, the voices, and a command to try."""
+    voices = service.voice_names()
+    key = ' -H "Authorization: Bearer KEY"' if service.settings.api_key else ""
+    instead = ", with your API key instead of KEY" if key else ""
+    lines = [
+        f"ready: {model.source} on {model.engine.device}, up to {model.engine.rows} listeners at once"
+        for model in service.models
+    ]
+    if voices:
+        lines.append(f"voices: {', '.join(voices)}")
+        voice = voices[0]
+    else:
+        lines.append(f"voices: none yet. Register one from a recording{instead}:")
+        lines.append(f"  curl{key} -F name=me -F audio_sample=@voice.wav {address}/v1/audio/voices")
+        voice = "me"
+    request = f'{{"input": "Hello!", "voice": "{voice}", "response_format": "wav"}}'
+    header = '-H "Content-Type: application/json"'
+    lines.append(f"try it{instead}:\n  curl{key} {header} -d '{request}' -o hello.wav {address}/v1/audio/speech")
+    lines.append(f"or listen in a browser: {address}/")
+    return "\n".join(lines)

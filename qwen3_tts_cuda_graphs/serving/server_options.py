@@ -21,7 +21,6 @@ from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET
 from qwen3_tts_cuda_graphs.common.quick_start import keep_bytecode
 from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
 from qwen3_tts_cuda_graphs.prompts.checks import check_number
-from qwen3_tts_cuda_graphs.serving.child_process import Spare
 from qwen3_tts_cuda_graphs.serving.settings import (
     API_KEY_VARIABLE,
     LIMITS,
@@ -30,10 +29,11 @@ from qwen3_tts_cuda_graphs.serving.settings import (
     check_host,
     check_origin,
 )
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 
 PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
-PRIORITY = -10  # a nice value
-OTHER_FILES = 42  # open files besides connections: the workers' sockets, pipes, voices
+PRIORITY = -10  # nice value
+OTHER_FILES = 42  # open files other than connections: sockets of workers, pipes, voices
 
 
 def run() -> None:
@@ -46,7 +46,7 @@ def run() -> None:
     for name in PACKAGES:
         if find_spec(name) is None:
             raise ValueError(f"the server needs {name}, which is not installed: {remedy}")
-    for _, name in map(split_name, args.model):  # before the server's imports, and before the hub is asked
+    for _, name in map(split_name, args.model):  # before the slow imports, and without access to the hub
         check_number(quick_config(name), "max_seq_len", settings.max_seq_len)
     with open_port(args.host, args.port) as listening:
         settings = keep_to_this_machine(listening, settings)
@@ -54,9 +54,9 @@ def run() -> None:
         settings = keep_to_file_limit(settings)
         keep_bytecode()
         spare = Spare()
-        spare.start(args.device or "cuda")
+        spare.start("worker", args.device or "cuda")
         try:
-            from qwen3_tts_cuda_graphs.serving.process import serve
+            from qwen3_tts_cuda_graphs.serving.server import serve
 
             serve(args, settings, listening, spare)
         finally:
@@ -64,7 +64,7 @@ def run() -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """words: default: those of the command line"""
+    """words: by default those of the command line"""
     description = "Serve speech over HTTP and WebSocket."
     parser = Parser(prog="qwen3-tts serve", description=description, allow_abbrev=False)  # --voice is not --voices
     parser.add_argument(
@@ -120,7 +120,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
-    """Most options have the name of their field."""
+    """Most options have the same name as their field of Settings."""
     given = {item.name: getattr(args, item.name) for item in fields(Settings) if item.name in args}
     given["api_key"] = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     given["cors_origins"] = tuple(map(check_origin, args.cors_origin))
@@ -129,7 +129,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def check_folder(folder: Path) -> None:
-    """Whether it can be made, or written to. Asking for permissions is not enough: root has them in /proc, too."""
+    """Raises if the folder cannot be created or written to. This writes a test file, as permissions do not tell: root
+    has them in /proc, too."""
     try:
         target = Path(os.path.realpath(folder))
         existing = next(path for path in (target, *target.parents) if path.exists())
@@ -142,7 +143,7 @@ def check_folder(folder: Path) -> None:
 
 
 def keep_to_this_machine(listening: socket.socket, settings: Settings) -> Settings:
-    """A server without a key is for this machine only. If it is open to others, warn."""
+    """Without a key, a server that listens on a loopback address accepts no other host names. On others, it warns."""
     if settings.api_key is not None:
         return settings
     host = listening.getsockname()[0]
@@ -153,13 +154,13 @@ def keep_to_this_machine(listening: socket.socket, settings: Settings) -> Settin
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded. Connections wait until the server runs."""
+    """Listen on the port before the model is loaded. Connections wait until the server runs."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # With its protocol named: asyncio sets TCP_NODELAY only then. Else the first audio may wait 40 ms for an ACK.
+        # asyncio sets TCP_NODELAY only if the protocol is given. Without it the first audio may wait 40 ms for an ACK.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the system takes 10 s of audio ahead, not megabytes
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the kernel buffers about 10 s of audio, not megabytes
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 19)
         listening.bind(address)
         listening.listen(MAX_PENDING)
@@ -170,24 +171,24 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def raise_priority() -> None:
-    """Run before other programs: listeners run dry after milliseconds. The workers inherit it."""
-    with contextlib.suppress(OSError):  # only root may
+    """Take precedence over other programs: streams underrun within milliseconds. The workers inherit the priority."""
+    with contextlib.suppress(OSError):  # needs root
         os.setpriority(os.PRIO_PROCESS, 0, min(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to what is allowed."""
+    """Raise the soft limit of open files to the hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # some systems refuse their own maximum
+    with contextlib.suppress(OSError, ValueError):  # some systems refuse their own hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def keep_to_file_limit(settings: Settings) -> Settings:
-    """Each connection is a file, and without one left it cannot even be refused, nor a worker be started. Take fewer
-    connections if the limit is too low even when raised."""
+    """Accept fewer connections if the limit of open files is too low for `max_connections`. Without a free file
+    descriptor, a connection cannot even be refused, and no worker can be started."""
     raise_file_limit()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = max((files - OTHER_FILES) * 4 // 5, 1)  # a quarter more are taken, and get a 503
+    room = max((files - OTHER_FILES) * 4 // 5, 1)  # a quarter more are accepted and get a 503
     if files == resource.RLIM_INFINITY or settings.max_connections <= room:
         return settings
     warnings.warn(f"ulimit -n is {files}: --max-connections is {room}, not {settings.max_connections}", stacklevel=2)

@@ -1,6 +1,6 @@
-"""The models of the server, each in a worker of its own. Finds the model for a request, and refuses what none can do.
+"""The models of the server, each in its own worker. Chooses the model for a request, and refuses what none supports.
 
-Nothing here needs torch, and nothing blocks the event loop.
+Nothing here imports torch or blocks the event loop.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_number
 from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lexicon
 from qwen3_tts_cuda_graphs.prompts.script import Part, read_script
 from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
-from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
-from qwen3_tts_cuda_graphs.serving.child_process import Spare, start_module
+from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av, check_encoding
+from qwen3_tts_cuda_graphs.serving.child_process import start_module
 from qwen3_tts_cuda_graphs.serving.cloned_voices import ClonedVoices
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
@@ -26,8 +26,9 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.metrics import Metrics
 from qwen3_tts_cuda_graphs.serving.model import Model, named_models, unknown_voice
 from qwen3_tts_cuda_graphs.serving.recordings import check_base64
-from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechOptions, SpeechRequest
+from qwen3_tts_cuda_graphs.serving.requests import MAX_REQUEST_ENTRIES, SpeechOptions, SpeechRequest
 from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, check_name
 
 
@@ -44,35 +45,35 @@ class Service:
         spawn: Callable = start_module,
         spare: Spare | None = None,
     ):
-        """Check everything that can be checked without the weights.
+        """Check everything that can be checked without loading the weights.
 
-        models: each a folder, a hub id or a short name, or name=folder
-        speakers: name -> content of a speaker.pt, voices of the first Base model besides those in the folder
-        spawn, spare: how workers are started, see EngineProcess
+        models: each a folder, a hub id, a short name or name=folder
+        speakers: name -> content of a speaker.pt; voices of the first Base model, beside those in the folder
+        spawn, spare: passed on to EngineProcess
         """
         check_device_name(device)
         self.settings = settings or Settings()
         named = named_models([models] if isinstance(models, str) else models)
         sources = [*named.values()]
         cloning = [source for source in sources if model_config.read_config(source)["tts_model_type"] == "base"]
-        own_speakers = {(cloning or sources)[0]: speakers or {}}
+        speakers_of = {(cloning or sources)[0]: speakers or {}}  # without a Base model, base_config raises below
         engines = {}
         for id, source in named.items():
             check_number(model_config.read_config(source), "max_seq_len", self.settings.max_seq_len)
-            files = own_speakers.get(source, {})
+            files = speakers_of.get(source, {})
             if files:
-                model_config.base_config(source)  # no other takes them
+                model_config.base_config(source)  # raises for a model that cannot clone
             spec = dict(model=source, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
             spec["speakers"] = {name: base64.b64encode(content).decode() for name, content in files.items()}
             engines[id] = EngineProcess(spec, self.settings.max_streams, spawn, spare)
         self.cloned_voices = ClonedVoices(self.settings, engines.values(), has_folder=bool(cloning))
         self.models = [
-            Model(id, source, engines[id], own_speakers.get(source, ()), self.cloned_voices)
+            Model(id, source, engines[id], speakers_of.get(source, ()), self.cloned_voices)
             for id, source in named.items()
         ]
         self.spare = spare
         self.lexicon = load_lexicon(self.settings.lexicon)
-        self.responses = 0  # being sent, over HTTP or a WebSocket
+        self.responses = 0  # in progress, over HTTP or a WebSocket
         self.encoders = Encoders(self.settings.encoders)
         self.metrics = Metrics(self.models)
         self.is_draining = False
@@ -80,7 +81,7 @@ class Service:
     # ---- Lifetime
 
     async def start(self) -> None:
-        """Returns when all models can speak. All weights are loaded first: rows take the memory that is left."""
+        """Returns when all models can speak. All weights are loaded first, as the rows share the remaining memory."""
         await finish_imports()
         self.encoders.start()
         for model in self.models:
@@ -123,11 +124,11 @@ class Service:
 
     # ---- Voices
 
-    async def refresh_if_unknown(self, *voices: str | None) -> None:
-        """Read the folder of voices again if one of these is not known. A request for a known one does not wait for a
-        disk and a thread, which takes milliseconds on a busy event loop: a task of `cloned_voices` finds what has
-        changed."""
-        if not all(map(self.models_with_voice, voices)):
+    async def refresh_if_unknown(self, voice: str | None) -> None:
+        """Read the folder of voices again if this one is unknown. A request for a known voice does not wait for a
+        thread and a disk, which takes milliseconds when the event loop is busy: a task of `cloned_voices` reads the
+        folder regularly."""
+        if not self.models_with_voice(voice):
             await self.cloned_voices.refresh()
 
     def voices(self) -> list[dict]:
@@ -139,10 +140,11 @@ class Service:
         return [voice["name"] for voice in self.voices()]
 
     async def register(self, name: str, data: bytes, ref_text: str | None) -> dict:
-        """Make a voice from a recording and keep it."""
-        model = self.cloning_model("audio_sample")
+        """Make a voice from a recording and store it."""
+        model = next((model for model in self.models if model.clones), self.models[0])
+        model.check_cloning("audio_sample")
         model.engine.check_ready()
-        connection = model.engine.connection  # now: if this worker ends, the next one is still loading
+        connection = model.engine.connection  # that of the worker which is ready: a later one may still be loading
         with mistakes_in("name"):
             name = check_name(name)
             if any(name in other.own_voices for other in self.models):
@@ -151,16 +153,10 @@ class Service:
         self.check_field("ref_text", ref_text)
         return describe_voice(await self.cloned_voices.register(connection, name, data, ref_text))
 
-    def cloning_model(self, what: str) -> Model:
-        for model in self.models:
-            if model.clones:
-                return model
-        return self.models[0].check_cloning(what)
-
     # ---- Requests
 
     def model_for(self, options: SpeechOptions) -> Model:
-        """The model with the request's name; for other names the first that can do what is asked."""
+        """The model that the request names; for any other name, the first that supports the request."""
         if len(self.models) == 1:
             return self.models[0]
         named = self.models_named(options)
@@ -171,14 +167,14 @@ class Service:
     def models_named(self, options: SpeechOptions) -> list[Model]:
         name = (options.model or "").strip().lower()
         found = [model for model in self.models if name and model.is_named(name)]
-        return sorted(found, key=lambda model: model.id.lower() != name)  # a folder may have the name of another model
+        return sorted(found, key=lambda model: model.id.lower() != name)  # a name also matches another model's folder
 
     def models_with_voice(self, voice: str | None) -> list[Model]:
-        """The models that can speak in this voice."""
         return [model for model in self.models if model.knows_voice(voice)]
 
-    def check(self, options: SpeechOptions) -> None:
-        """Refuse what cannot be done, before any work starts. `refresh_if_unknown` its voice before."""
+    async def check(self, options: SpeechOptions) -> None:
+        """Refuse what is not supported, before any work starts."""
+        await self.refresh_if_unknown(options.voice)
         for name in ("model", "instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(options, name))
         check_base64(options.ref_audio or "")
@@ -189,43 +185,46 @@ class Service:
                 if not (self.models_with_voice(name) or self.models_with_voice(options.voice)):
                     raise unknown_voice(name, self.voice_names())
         self.model_for(options).check(options)
+        check_encoding(options)
 
     async def read_parts(self, speech_request: SpeechRequest) -> list[Part]:
-        """The text of a request, which has been checked, as a script. Checks the tags, voices and styles in it."""
+        """Read the text of a checked request as a script, and check its tags, voices and styles."""
         text = speech_request.input
         self.check_field("input", text)
         if not text.strip():
             raise ApiError("the text is empty: give something to say", param="input", code="invalid_value")
         with mistakes_in("input"):
             parts = read_script(text, speech_request.script, speech_request.notation)
-        await self.refresh_if_unknown(*{part.voice for part in parts if part.voice is not None})
-        for part in {voice_and_style(part): part for part in reversed(parts)}.values():  # the first line of each
-            options = speech_request.for_part(part)
-            if options is not speech_request:
-                self.check_part(options, part)
+        for part in {voice_and_style(part): part for part in reversed(parts)}.values():  # the first part with each
+            await self.options_for_part(speech_request, part)
         return parts
 
-    def check_part(self, options: SpeechOptions, part: Part) -> None:
-        """options: those of the part"""
+    async def options_for_part(self, options: SpeechOptions, part: Part) -> SpeechOptions:
+        """Checked options with the voice and the style of a part. An error names its line."""
+        changed = options.for_part(part)
         try:
-            self.check(options)
+            if changed is not options:
+                await self.check(changed)
         except ApiError as error:
             raise ApiError(f"line {part.line}: {error.message}", error.status, "input", error.code) from None
+        return changed
 
     async def lexicon_for(self, options: SpeechOptions) -> Lexicon:
-        """The server's entries and the request's, which come first. In a thread: a large lexicon takes a while."""
+        """The server's entries and the request's, which take precedence. In a thread: large lexicons take a while."""
         if not options.lexicon:
             return self.lexicon
-        return await asyncio.to_thread(Lexicon, self.lexicon.entries | options.lexicon, MAX_ENTRIES + MAX_OWN_ENTRIES)
+        return await asyncio.to_thread(
+            Lexicon, self.lexicon.entries | options.lexicon, MAX_ENTRIES + MAX_REQUEST_ENTRIES
+        )
 
     def ignored(self, options: SpeechOptions, parts: Iterable[Part] = ()) -> tuple[str, ...]:
-        """Fields of a request that have no effect: unknown ones, and those its model cannot use."""
+        """Fields of a request that have no effect: unknown ones, and instructions that its model does not support."""
         each = {voice_and_style(part): options.for_part(part) for part in parts} or {None: options}
         is_unused = any(own.instructions and not self.model_for(own).takes_instructions for own in each.values())
         return (("instructions",) if is_unused else ()) + options.unknown
 
     def check_field(self, name: str, text: str | None) -> None:
-        """Raises if a field is too long, or cannot be tokenized."""
+        """Raises if the text of a field is too long or cannot be tokenized."""
         if text and len(text) > self.settings.max_text:
             raise ApiError(
                 f"{name} has {len(text)} characters, at most {self.settings.max_text} are possible here (--max-text): "
@@ -238,14 +237,14 @@ class Service:
 
 
 async def finish_imports() -> None:
-    """anyio and PyAV import parts of themselves at their first use, which would stop all streams for 20 to 90 ms."""
+    """Use anyio and PyAV once: their first use imports more modules, which would block all streams for 20 to 90 ms."""
     await anyio.sleep(0)
     if av:
-        Encoder("flac", 24000)  # every FFmpeg has it
+        Encoder("flac", 24000)  # a codec that every FFmpeg has
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:
-    """A voice with the fields of OpenAI's."""
+    """A registered voice in the form of OpenAI's interface."""
     return {
         "id": voice.name,
         "object": "audio.voice",
@@ -259,7 +258,7 @@ def describe_voice(voice: RegisteredVoice) -> dict:
 
 
 def read_speakers(paths: Sequence[Path]) -> dict[str, bytes]:
-    """speaker.pt files as voices; the file's name is the voice's. What is in them, the worker checks."""
+    """speaker.pt files as voices, named after the files. Their content is checked by the worker."""
     speakers = {}
     for path in paths:
         check_speaker_file(path)

@@ -9,8 +9,8 @@ from qwen3_tts_cuda_graphs.prompts.cut import MAX_SEQ_LEN
 
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
-MAX_PENDING = 2048  # connections that the system keeps until the server takes them
-MAX_REFERENCE_SECONDS = 600  # at 96 kHz a recording then fits into a message to the worker
+MAX_PENDING = 2048  # connections in the kernel's queue that the server has not accepted yet
+MAX_REFERENCE_SECONDS = 600  # at 96 kHz such a recording still fits into a message to the worker
 
 
 def limit(default, help_text: str):
@@ -19,24 +19,25 @@ def limit(default, help_text: str):
 
 @dataclass(frozen=True)
 class Settings:
-    # Who may ask
+    # Access
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
-    only_this_machine: bool = False  # refuse requests whose Host header names another
-    hosts: tuple[str, ...] = ()  # if any, only these Host headers and localhost's are allowed; in lower case
+    only_this_machine: bool = False  # refuse requests whose Host header names another machine
+    hosts: tuple[str, ...] = ()  # if not empty, only these Host headers and localhost are allowed; in lower case
     open_lists: bool = False  # the lists of voices and models need no key
+
     voices: Path = Path("voices")  # folder of the registered voices
-    lexicon: Path | None = None  # a file with how to say some words
+    lexicon: Path | None = None  # file with pronunciations
     exit_when_failed: bool = False  # end the server when an engine has been given up
 
-    # How much at once
+    # At the same time
     max_streams: int | None = limit(None, "listeners of a model at the same time, at most 64 by default")
     max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
     max_connections: int = limit(1024, "connections at the same time; more get 503")
     encoders: int | None = limit(None, "processes that encode mp3, opus, aac and flac, by default 3 for 4 cores")
     max_seq_len: int = limit(MAX_SEQ_LEN, "positions for prompt and speech of one request, 12.5 per second")
 
-    # How much in one request
+    # Per request
     max_text: int = limit(4096, "characters of a text, a transcript or an instruction")
     max_body: int = limit(16 * MB, "bytes of a request")
     max_held: int = limit(256 * MB, "bytes of all requests in progress, and of whole files on their way; more get 503")
@@ -44,7 +45,7 @@ class Settings:
     max_reference_seconds: float = limit(60.0, "seconds of a recording")
     max_voices: int = limit(256, "registered voices")
 
-    # How long
+    # Times
     body_seconds: float = limit(30.0, "seconds to receive a request")
     request_seconds: float = limit(600.0, "seconds to answer a request, including the time in the queue")
     keep_alive_seconds: float = limit(120.0, "seconds that a connection stays open between two requests")
@@ -69,7 +70,7 @@ LIMITS = [item for item in fields(Settings) if "help" in item.metadata]
 
 
 def check_origin(origin: str) -> str:
-    """An origin as browsers send it, or *."""
+    """The origin as browsers send it, or *."""
     wanted = origin.strip().lower().removesuffix("/")
     if wanted != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", wanted):
         raise ValueError(
@@ -79,7 +80,7 @@ def check_origin(origin: str) -> str:
 
 
 def check_host(name: str) -> str:
-    """A host's name as in the address of the server, without a port."""
+    """The name of a host, without a port, as in a Host header."""
     wanted = name.strip().lower()
     if not re.fullmatch(r"[a-z0-9._-]+", wanted):
         raise ValueError(f"--allow-host is {name!r}, it must be a name like host.docker.internal, without a port")

@@ -1,8 +1,8 @@
-"""Signed URLs: speech for what takes only a URL, such as `<audio src>`, smart speakers or Twilio's `<Play>`.
+"""Speech by URL, for clients that take nothing else: `<audio src>`, smart speakers, Twilio's `<Play>`.
 
-The fields of a request are then the parameters of a GET. Without the API key it needs a signature, which the server
-gives to those who have the key. It covers all parameters and a time at which it expires: a URL speaks one text in one
-voice, for a while.
+The fields of the request are the parameters of a GET. A server with an API key requires the key or a signature, which
+it gives to those who have the key. The signature covers all parameters and a time of expiry, so that a URL speaks one
+text in one voice for a limited time. Messages and the documentation call such a URL an address.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, read_constant
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 PATH = "/v1/audio/speech"
-TOO_LARGE = "ref_audio", "speaker_embedding"  # fields that no address can have
-MAX_ADDRESS = 60_000  # characters: the server takes 64 KB for the whole head of a request
+TOO_LARGE = "ref_audio", "speaker_embedding"  # fields that are refused in an address
+MAX_ADDRESS = 60_000  # characters: the head of a request may have 64 KB
 MAX_PARAMETERS = 100
 MAX_SECONDS = 3600
-JSON_TYPES = {int, float, bool, dict[str, str]}  # fields of these types are JSON in a parameter
-OWN_KEY = secrets.token_bytes(32)  # of a server without --api-key
+JSON_TYPES = {int, float, bool, dict[str, str]}  # parameters of these types are parsed as JSON
+RANDOM_KEY = secrets.token_bytes(32)  # for a server without --api-key
 
 Parameters = list[tuple[str, str]]
 
@@ -58,15 +58,15 @@ def signed_address(wanted: AddressRequest, settings: Settings) -> dict:
 
 
 def signature(parameters: Parameters, settings: Settings) -> str:
-    """Of all parameters, in any order."""
-    secret = settings.api_key.strip().encode() if settings.api_key else OWN_KEY
-    key = hmac.digest(secret, b"signature of an address of speech", "sha256")  # what it signs is told to others
+    """The signature of these parameters, in any order."""
+    secret = settings.api_key.strip().encode() if settings.api_key else RANDOM_KEY
+    key = hmac.digest(secret, b"signature of an address of speech", "sha256")  # signatures are public, the key is not
     message = urlencode(sorted(parameters), errors="surrogateescape").encode()
     return hmac.new(key, message, hashlib.sha256).hexdigest()
 
 
 def is_address(scope: Scope) -> bool:
-    """Whether it asks for speech by GET."""
+    """Whether this is a request for speech by GET."""
     return scope["path"] == PATH and scope.get("method") in ("GET", "HEAD")
 
 
@@ -88,7 +88,7 @@ def is_signed(scope: Scope, settings: Settings) -> bool:
 
 
 def read_parameters(scope: Scope) -> Parameters:
-    query = scope["query_string"].decode(errors="surrogateescape")  # what is not UTF-8 is refused with its field
+    query = scope["query_string"].decode(errors="surrogateescape")  # invalid UTF-8 is refused when its field is checked
     try:
         return parse_qsl(query, True, errors="surrogateescape", max_num_fields=MAX_PARAMETERS)
     except ValueError:
@@ -96,7 +96,7 @@ def read_parameters(scope: Scope) -> Parameters:
 
 
 def read_address(scope: Scope) -> dict:
-    """The fields of a request, as in the JSON of a POST."""
+    """The fields of the request, as in the JSON of a POST."""
     parameters = [(name, text) for name, text in read_parameters(scope) if name not in ("expires", "signature")]
     fields = {name: read_value(name, text) for name, text in parameters}
     if len(fields) < len(parameters):
@@ -114,7 +114,7 @@ def check_fields(fields: dict) -> None:
 
 
 def read_value(name: str, text: str):
-    """Numbers, booleans and objects are JSON; what is not, the check of its field refuses."""
+    """Numbers, booleans and objects are JSON. Invalid ones stay text, which the check of the field refuses."""
     field = SpeechRequest.model_fields.get(name)
     if field and not JSON_TYPES.isdisjoint([field.annotation, *get_args(field.annotation)]):
         return read_constant(text)

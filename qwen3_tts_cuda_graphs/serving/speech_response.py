@@ -1,6 +1,6 @@
-"""Speech as an HTTP response, sent while it is made: audio, server-sent events, or JSON with the times of its parts.
+"""Speech as an HTTP response: streamed audio, server-sent events, or JSON with the times of its parts.
 
-The first chunk of audio decides the status: whatever fails before it gets an error with a status of its own.
+The response starts with the first audio, so that a failure before it still gets an error status.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, encode_stream, encode_whole, slices
+from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, slices
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, log, to_json
 from qwen3_tts_cuda_graphs.serving.guard import connection_of
 
-MAX_WRITE = 1 << 16  # bytes at a time: a client that reads them in time may take long for a whole file
-MAX_EVENT = 24_000  # bytes of audio in a server-sent event: as base64 below 32 KB, and whole samples
+MAX_WRITE = 1 << 16  # bytes per write: a client may take long for a whole file as long as it keeps reading
+MAX_EVENT = 24_000  # bytes of audio per server-sent event: below 32 KB as base64, and whole samples
 
 
 class SpeechResponse(Response):
-    """Speech that is sent while it is made. It stops when the client goes away."""
+    """Speech that is sent as it is generated. It stops when the client disconnects."""
 
     def __init__(self, answer: Answer, ignored: tuple[str, ...] = ()):
-        """ignored: fields that this model cannot use"""
+        """ignored: names of fields that have no effect"""
         self.answer = answer
         self.ignored = ignored
         self.settings = answer.service.settings
@@ -36,13 +36,13 @@ class SpeechResponse(Response):
         self.is_json = speech_request.timestamps and not self.is_sse
         self.is_whole = self.is_json or (speech_request.stream is False and not self.is_sse)
         self.size = 0  # bytes of a response that is sent as a whole
-        self.described_parts = 0  # events have described so many
+        self.described_parts = 0  # how many parts the events have described
         self.has_begun = False
         self.task = None  # the task that speaks
-        self.why_stopped = None  # an error; ClientDisconnect: there is nobody to tell
+        self.why_stopped = None  # an exception; after ClientDisconnect no error is sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") == "HEAD":  # nothing is to be spoken yet
+        if scope.get("method") == "HEAD":  # only the headers, without speaking
             await send(self.start_message(None))
             await send(body(b"", more=False))
             return
@@ -61,7 +61,7 @@ class SpeechResponse(Response):
             watcher.cancel()
 
     async def watch(self, receive: Receive) -> None:
-        """Stop when the client goes away."""
+        """Stop when the client disconnects."""
         try:
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -75,12 +75,12 @@ class SpeechResponse(Response):
             self.task.cancel()
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Send the response. Returns whether it is complete, or the client has left."""
+        """Send the response. Returns False if it has begun and cannot be completed."""
         try:
             await self.send_speech(scope, send)
             return True
         except asyncio.CancelledError:
-            if not self.why_stopped:  # the server ends
+            if not self.why_stopped:  # the server is shutting down
                 if self.has_begun and (connection := connection_of(scope)):
                     connection.break_off()
                 raise
@@ -88,18 +88,18 @@ class SpeechResponse(Response):
         except Exception as failure:
             error = failure
         finally:
-            self.task = None  # what follows ends by itself
+            self.task = None  # sending the error must not be cancelled
         if isinstance(error, ClientDisconnect):
             return True
         error = as_api_error(error, scope["request_id"])
         if not self.has_begun:
             await error.response()(scope, receive, send)
             return True
-        # The response stays incomplete and the connection is closed, so that the client sees an error and not a short
-        # file: HTTP has no other sign. Events are no exception: some clients ignore those of an unknown type.
+        # The connection is closed before the response is complete, so that the client sees an error rather than a short
+        # file: HTTP has no other way. The same for server-sent events: some clients ignore those of an unknown type.
         log.warning("request %s was broken off: %s", scope["request_id"], error.message)
         if self.is_sse:
-            with contextlib.suppress(asyncio.TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 event_of_error = body(event({"type": "error", **error.content()}))
                 await asyncio.wait_for(past_middlewares(scope, send)(event_of_error), self.settings.send_seconds)
         return False
@@ -108,12 +108,12 @@ class SpeechResponse(Response):
         connection = connection_of(scope)
         is_unchunked = connection and scope["http_version"] == "1.0" and not self.is_whole
         keep = partial(self.keep, scope)
-        pieces = encode_whole(self.answer, keep) if self.is_whole else encode_stream(self.answer)
+        pieces = self.answer.encode_whole(keep) if self.is_whole else self.answer.encode()
         if self.is_json:
             pieces = self.with_times(pieces)
         async with contextlib.aclosing(pieces):
             async for data in pieces:
-                if self.why_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
+                if self.why_stopped:  # before Python 3.12 asyncio.wait_for may lose a cancellation
                     raise asyncio.CancelledError
                 if not self.has_begun:
                     if is_unchunked:
@@ -137,7 +137,7 @@ class SpeechResponse(Response):
         headers = {
             "content-type": content_type,
             "cache-control": "no-store",
-            "x-accel-buffering": "no",  # nginx must not collect the stream
+            "x-accel-buffering": "no",  # nginx would buffer the stream
             "x-sample-rate": str(self.answer.sample_rate),
         }
         if length is not None:
@@ -147,8 +147,8 @@ class SpeechResponse(Response):
         return {"type": "http.response.start", "status": 200, "headers": Headers(headers).raw}
 
     def delta_events(self, data: bytes) -> Iterator[bytes]:
-        """Events with the audio. The first event of a part describes it; it has no audio while the encoder still holds
-        that part's."""
+        """Events with the audio. The first event of a part describes the part; it has no audio if the encoder still
+        buffers all of that part."""
         new = [self.answer.describe_part(number) for number in range(self.described_parts, len(self.answer.cues))]
         self.described_parts += len(new)
         audio = [b""] * (len(new) - 1) + [*slices(data, MAX_EVENT)]
@@ -163,17 +163,17 @@ class SpeechResponse(Response):
         return event({"type": "speech.audio.done", "usage": usage, "parts": parts})
 
     def keep(self, scope: Scope, size: int) -> None:
-        """Count the memory of audio that is kept to be sent as a whole."""
+        """Count the memory of audio that is buffered to be sent as a whole."""
         self.size += size
         scope["memory"].add(size)
 
     async def with_times(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """JSON with the audio in base64, in pieces, as all of it at once may take seconds."""
+        """JSON with the audio in base64, encoded piece by piece: all of it at once may take seconds."""
         before, after = b'{"audio": "', b""
-        rest = b""  # of the audio: base64 takes three bytes at a time
+        rest = b""  # base64 encodes three bytes at a time; these remain
         async with contextlib.aclosing(pieces):
             async for data in pieces:
-                if not after:  # now all of it was made
+                if not after:  # the first piece arrives when all audio has been generated
                     after = b'", ' + to_json(self.times()).encode().removeprefix(b"{")
                     self.size = len(before) + (self.size + 2) // 3 * 4 + len(after)
                     yield before
@@ -204,5 +204,5 @@ def event(content: dict) -> bytes:
 
 
 def past_middlewares(scope: Scope, send: Send) -> Send:
-    """Each of them wraps another `send` around it, which only the start of a response needs."""
+    """uvicorn's `send`, without the wrapper that each middleware adds: only the start of a response needs them."""
     return scope.get("send", send)

@@ -1,7 +1,7 @@
-"""Registered voices: recordings in a folder, one file each, that are there again after a restart.
+"""Registered voices: one file per voice in a folder, which outlasts restarts.
 
-A file is a safetensors file with the samples and, as metadata, the transcript: nothing in it can be executed. The
-recording is kept rather than what a model made of it, so a voice works with every model that clones.
+A safetensors file, which cannot contain code, holds the samples of the recording, and its metadata the transcript. The
+recording is stored rather than what a model makes of it, so that a voice works with every model that clones.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 SUFFIX = ".safetensors"
-SECONDS_TO_WRITE = 60.0  # the first byte of a file
+SECONDS_TO_WRITE = 60.0  # until a new file has its first byte
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RegisteredVoice:
 
 
 def check_name(name: str) -> str:
-    """A name that is safe as a file name on every system; upper case becomes lower case."""
+    """The name in lower case. Raises if it is not safe as a file name on every system."""
     name = name.strip().lower()
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -49,13 +49,13 @@ def check_name(name: str) -> str:
 
 
 def as_stored(recording: Chunk) -> Chunk:
-    """What VoiceFolder.read will return. A prompt that is made from it is the same after a restart."""
+    """The recording as VoiceFolder.read will return it, so that a voice is the same after a restart."""
     samples, rate = recording
     return from_int16(to_int16(samples)), rate
 
 
 def time_of_change(path: Path) -> int | None:
-    """In nanoseconds, None if there is nothing."""
+    """In nanoseconds, None if the path does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -64,11 +64,11 @@ def time_of_change(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A disk that is full or cannot be written to is not the client's mistake, and not a fault of the server."""
+    """Turn errors while writing into status 507: neither the request nor the server is wrong."""
     try:
         yield
     except (OSError, ValueError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__  # replacement_for raises ValueErrors
+        cause = error if isinstance(error, OSError) else error.__context__  # replacement_for raises ValueError
         reason = getattr(cause, "strerror", None) or "the file is incomplete"
         log.warning("%s cannot be written or removed: %s", path, reason)
         problem = f"the folder of voices cannot be written to: {reason}: make room there, or choose another --voices"
@@ -76,7 +76,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 class VoiceFolder:
-    """Thread-safe. Reading and writing files blocks."""
+    """The files of a folder. Thread-safe; all methods access the disk and may block."""
 
     def __init__(self, settings: Settings):
         self.folder = settings.voices
@@ -84,12 +84,12 @@ class VoiceFolder:
         self.lock = threading.RLock()
         self.files = {}  # name -> (time of its last change, RegisteredVoice or None if it cannot be read)
         self.by_name = {}
-        self.scanned = None  # time of the folder's last change that `files` knows
+        self.scanned = None  # time of the last change of the folder that `files` reflects
         self.remove_unfinished()
 
     @property
     def voices(self) -> dict[str, RegisteredVoice]:
-        """By name, oldest first. Other servers may share the folder, so see whether it has changed."""
+        """By name, oldest first. The folder is checked for changes, as other servers may share it."""
         with self.lock:
             if time_of_change(self.folder) != self.scanned:
                 self.scan()
@@ -106,7 +106,7 @@ class VoiceFolder:
                 self.files[path.stem] = written, self.try_to_read(path)
         found = [voice for _, voice in self.files.values() if voice]
         self.by_name = {voice.name: voice for voice in sorted(found, key=lambda voice: (voice.created, voice.name))}
-        # A clock that ticks slowly hides a second change in the same tick: for a while the folder is scanned each time.
+        # With coarse timestamps a second change may have the same time: for 2 s after a change, scan each time.
         self.scanned = changed if changed and time.time_ns() - changed > 2_000_000_000 else None
 
     def try_to_read(self, path: Path) -> RegisteredVoice | None:
@@ -121,11 +121,11 @@ class VoiceFolder:
         return self.folder / f"{check_name(name)}{SUFFIX}"
 
     def read(self, name: str) -> tuple[RegisteredVoice, Chunk]:
-        """A voice and its recording. The file may have been written by somebody else: check everything."""
+        """A voice and its recording. Everything is checked, as others may have written the file."""
         path = self.path(name)
         try:
-            data = path.read_bytes()  # not safe_open: it keeps the interpreter to itself while a disk hangs
-            samples = load(data)["samples"]  # which checks the header
+            data = path.read_bytes()  # not safe_open, which holds the interpreter's lock while a disk hangs
+            samples = load(data)["samples"]  # also checks the header
             metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
             rate = int(metadata["rate"])
             created = int(metadata["created"])
@@ -154,7 +154,8 @@ class VoiceFolder:
         return voice
 
     def write(self, path: Path, content: bytes) -> None:
-        """The whole file or none, for this user only. It is locked until it has its name: see remove_unfinished."""
+        """Write the whole file or nothing, readable for this user only. It is locked until it gets its name: see
+        remove_unfinished."""
         with disk_errors(path), contextlib.ExitStack() as files:
             self.folder.mkdir(0o700, parents=True, exist_ok=True)
             with replacement_for(path) as beside:
@@ -166,7 +167,8 @@ class VoiceFolder:
                 file.flush()
 
     def remove_unfinished(self) -> None:
-        """Files of registrations whose server was killed. Those of other servers are locked, once they have content."""
+        """Remove files that were left unfinished by a killed server. Those of running servers are locked once they have
+        content."""
         for path in self.folder.glob(f".*{SUFFIX}.*"):
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The WebSocket: text comes in while it is written, audio goes out while it is made.
+"""The WebSocket: receives text while it is written, and sends audio as it is generated.
 
     client: session.config, input.text ..., input.done, input.cancel, session.close
     server: audio.start, binary audio ..., audio.done, session.done, error (context.py)
@@ -6,9 +6,8 @@
     input.text -> Session.append_text -> ArrivingScript, whose Notation finds the parts
     its ArrivingParts -> SpokenScript.speak -> an Answer for each sentence -> Context.send_audio
 
-Messages are read at all times, so that input.cancel takes effect at once. Beside the reader, each context has a task
-that speaks its utterances one after another; the next may be written while the last is still spoken. Those of several
-contexts are spoken at the same time.
+Messages are read while speech is sent, so that input.cancel takes effect immediately. Each context has its own task,
+which speaks its utterances one after another; the text of the next one may arrive while one is still spoken.
 """
 
 import asyncio
@@ -19,16 +18,15 @@ import math
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from qwen3_tts_cuda_graphs.serving.audio_formats import check_encoding
 from qwen3_tts_cuda_graphs.serving.context import Context, SpokenScript
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.guard import SUBPROTOCOL, connection_of
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions, describe, parse, parse_json
 from qwen3_tts_cuda_graphs.serving.service import Service
 
-MAX_WAITING = 8  # utterances of one connection
-MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
-MAX_CONTEXT = 128  # characters of a context's name
+MAX_WAITING = 8  # unspoken utterances per connection
+MAX_MISTAKES = 32  # invalid messages, after which the connection is closed
+MAX_CONTEXT = 128  # characters in the name of a context
 NORMAL, POLICY_VIOLATION = 1000, 1008  # close codes
 
 
@@ -40,10 +38,10 @@ class Session:
         self.service = service
         self.settings = service.settings
         self.options = None  # the last session.config
-        self.contexts = {}  # name -> Context with something to speak; messages without a context_id have the name None
-        self.spoken = collections.deque(maxlen=MAX_WAITING)  # the last ones
+        self.contexts = {}  # name -> Context with something to speak; the name is None for messages without context_id
+        self.spoken = collections.deque(maxlen=MAX_WAITING)  # the last utterances that were completely spoken
         self.is_closing = False
-        self.utterances = 0
+        self.utterances = 0  # how many have begun
 
     @property
     def unspoken(self) -> list[SpokenScript]:
@@ -62,17 +60,17 @@ class Session:
             error = refused
         finally:
             self.options = None
-            for utterance in self.unspoken:  # garbage that is collected later; the recordings are freed now
+            for utterance in self.unspoken:  # frees the recordings before the garbage collection
                 utterance.options = None
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client may be gone
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client may have disconnected
             if error:
                 await Context(self.websocket, None).send_error(error)
             await self.websocket.close(POLICY_VIOLATION if error else NORMAL)
 
-    # ---- What the client sends
+    # ---- Messages of the client
 
     async def read_all(self) -> ApiError | None:
-        """Read messages until the session ends. Returns an error if that is why."""
+        """Handle messages until the session ends. Returns the error that ended it, if any."""
         mistakes = 0
         while True:
             context = Context(self.websocket, None)
@@ -90,7 +88,7 @@ class Session:
                 mistakes += 1
                 if error.code == "timeout" or self.options is None or mistakes == MAX_MISTAKES:
                     return error
-                with contextlib.suppress(WebSocketDisconnect):  # the next read notices, too
+                with contextlib.suppress(WebSocketDisconnect):  # the next read raises it again
                     await context.send_error(error)
 
     async def read(self) -> dict:
@@ -119,7 +117,7 @@ class Session:
         return message
 
     def seconds_left(self, seconds: float) -> float:
-        """How much longer to wait for a message. Who listens has nothing to send, and pings are signs of life."""
+        """How much longer to wait for a message. A client that listens to speech, or sends pings, may stay silent."""
         if self.unspoken and not any(context.writing for context in self.contexts.values()):
             return seconds
         connection = connection_of(self.websocket.scope)
@@ -139,15 +137,14 @@ class Session:
         if None in self.contexts and self.contexts[None].writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
         options = parse(SpeechOptions, message)
-        await self.service.refresh_if_unknown(options.voice)
-        self.service.check(options)
-        check_encoding(options)
+        await self.service.check(options)
         self.lexicon = await self.service.lexicon_for(options)
         self.options = options
         self.count_recordings()
 
     def count_recordings(self) -> None:
-        """Each utterance keeps the configuration that it began with; all else that a session keeps is small."""
+        """Count the memory of recordings. Each utterance keeps the configuration with which it began; everything else
+        in a session is small."""
         in_use = {id(options): options for options in [self.options, *(one.options for one in self.unspoken)]}
         size = sum(len(options.ref_audio or "") for options in in_use.values())
         self.websocket.scope["memory"].keep(size)
@@ -161,11 +158,11 @@ class Session:
     def append_text(self, context: Context, text: str, is_end: bool = False) -> None:
         is_first = context.writing is None
         if is_first and not text.strip():
-            return  # an utterance begins with its first word
+            return  # white space does not begin an utterance
         utterance = context.writing or self.begin(context)
         script = utterance.script
         if "error" in script.early_end:
-            return  # the rest of a text whose speech has failed
+            return  # the speech has failed: ignore the rest of its text
         text, half = split_half_a_pair(script.half + text)
         try:
             self.service.check_field("input", script.text + text + (half if is_end else ""))
@@ -183,18 +180,18 @@ class Session:
         context.writing = SpokenScript(context, self.service, self.utterances, self.options, self.lexicon)
         self.utterances += 1
         context.unspoken.append(context.writing)
-        if len(context.unspoken) == 1:  # nobody speaks for it
+        if len(context.unspoken) == 1:  # no task speaks for this context yet
             self.contexts[context.name] = context
             self.tasks.start_soon(self.speak_all, context)
         return context.writing
 
     async def speak_all(self, context: Context) -> None:
-        """Speak for a context until nothing is left."""
+        """Speak the utterances of a context until none is left."""
         while context.unspoken:
             utterance = context.unspoken[0]
             self.service.responses += 1
             try:
-                with contextlib.suppress(WebSocketDisconnect):  # the reader notices, too
+                with contextlib.suppress(WebSocketDisconnect):  # the reader ends the session
                     await utterance.speak()
             finally:
                 self.service.responses -= 1
@@ -207,7 +204,7 @@ class Session:
 
     async def finish(self, message: dict, context: Context) -> None:
         try:
-            self.append_text(context, "", is_end=True)  # an error if half a character is left: the other never came
+            self.append_text(context, "", is_end=True)  # raises if half of a surrogate pair is left
         finally:
             if context.writing:
                 context.writing.script.finish()
@@ -216,21 +213,22 @@ class Session:
                 await context.send(type="session.done", utterance_index=self.utterances, total_sentences=0)
 
     async def cancel(self, message: dict, context: Context) -> None:
-        """The listener has interrupted: stop what is spoken, and drop what waits, in one context or in all. Each gets
-        its session.done, which tells what was sent and, if the client says how much it has played, what was heard."""
+        """The listener has interrupted: stop speaking and drop waiting utterances, in one context or all. Each gets a
+        session.done with what was sent and, if the client tells how much it has played, what was heard."""
         played, index = (number_from(message, name) for name in ("played_seconds", "utterance_index"))
         interrupted = [*self.contexts.values()] if context.name is None else [context]
         cancelled = [utterance for other in interrupted for utterance in other.unspoken]
         spoken = [utterance for utterance in self.spoken if context.name in (None, utterance.context.name)]
         heard = [one for one in spoken + cancelled if one.sent and index in (None, one.index)]
-        if played is not None and heard:
-            heard[-1].played = played
+        last_heard = heard[-1] if heard and played is not None else None
+        if last_heard:
+            last_heard.played = played
         for other in interrupted:
             other.writing = None
         if not cancelled:
-            done = dict(utterance_index=self.utterances, total_sentences=0, cancelled=True)
-            done |= {"utterance_index": heard[-1].index} | heard[-1].report() if played is not None and heard else {}
-            await context.send(type="session.done", **done)
+            index, report = (last_heard.index, last_heard.report()) if last_heard else (self.utterances, {})
+            done = dict(utterance_index=index, total_sentences=0, cancelled=True)
+            await context.send(type="session.done", **done, **report)
         for utterance in cancelled:
             utterance.cancel()
 
@@ -257,9 +255,9 @@ class Session:
 
 
 def split_half_a_pair(text: str) -> tuple[str, str]:
-    """A text with its surrogate pairs joined, and the first half of a pair if it ends with one.
+    """A text with its surrogate pairs combined, and the first half of a pair if the text ends with one.
 
-    Programs that write UTF-16, like those in JavaScript, may cut a text within a pair.
+    Programs that use UTF-16, such as those in JavaScript, may split a text within a pair.
     """
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if "\ud800" <= text[-1:] <= "\udbff":

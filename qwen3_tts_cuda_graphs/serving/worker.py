@@ -1,13 +1,14 @@
-"""The process of one model, run with the descriptor of a socket. The server starts it, and again when it has ended.
+"""The process of one model. It communicates with the server through a socket, whose descriptor is its argument.
 
-    reader          what the server asks for             -> the engine
-    engine's own    prompts, frames, delivery            -> the socket
-    writer          what the socket does not take at once
-    main            imports; loads; then every BEAT seconds: is the engine alive; a sign of life
+Threads:
+    reader          passes the server's messages to the engine
+    engine's own    prompts, frames, and writing the audio to the socket
+    writer          writes what the socket did not accept at once
+    main            imports and loads; then checks the engine and sends a heartbeat every BEAT seconds
 
-It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
-or after an error that leaves CUDA unusable, and the server starts another one. If it is sent SIGTERM it tells the
-server, which closes the socket when all that it speaks has ended.
+It ends when the socket is closed, even while loading, since the server is gone then. When the engine has stopped, or
+after an error that makes CUDA unusable, it ends by itself and the server starts another worker. When it is sent
+SIGTERM, it tells the server, which closes the socket once all streams of the worker have ended.
 """
 
 import contextlib
@@ -30,15 +31,15 @@ SECONDS_TO_SAY_WHY = 2.0
 
 
 class ServerConnection:
-    """The socket, with a thread that reads, and one that writes what it does not take at once."""
+    """The socket, with a thread that reads, and one that writes what the socket did not accept at once."""
 
     def __init__(self, socket: socket.socket, on_close: Callable[[], None]):
         self.socket = socket
         self.on_close = on_close
         self.inbox = queue.SimpleQueue()
         self.on_message = lambda *message: self.inbox.put(message)  # until the model is loaded
-        self.outbox = []  # packed messages
-        self.backlog = bytearray()  # what the socket has not taken
+        self.outbox = []  # packed messages for the next `flush`
+        self.backlog = bytearray()  # data that the socket has not accepted
         self.changed = threading.Condition()
         self.is_closing = False
         self.reader = threading.Thread(target=self.read, name="worker reads", daemon=True)
@@ -63,13 +64,14 @@ class ServerConnection:
         self.flush()
 
     def add(self, payload: bytes = b"", **header) -> None:
-        """Keep a message for the next `flush`: the audio of all streams that one pass has made goes into one write."""
+        """Add a message to the next `flush`: the audio of all streams from one pass is sent with one write."""
         message = pack(header, payload)
         with self.changed:
             self.outbox.append(message)
 
     def flush(self) -> None:
-        """Never blocks. Mostly this thread writes: to wake another one takes long where the cores are busy."""
+        """Send all added messages without blocking. Usually the calling thread writes them: waking the writer takes
+        long when the cores are busy."""
         with self.changed:
             data = b"".join(self.outbox)
             self.outbox.clear()
@@ -78,7 +80,7 @@ class ServerConnection:
                     data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     pass
-                except OSError:  # the reader notices, too
+                except OSError:  # the reader handles the end of the connection
                     return
             if data:
                 self.backlog += data
@@ -99,7 +101,7 @@ class ServerConnection:
                 del self.backlog[:sent]
 
     def close(self) -> None:
-        """Close the socket when all has been written."""
+        """Close the socket after writing the backlog."""
         with self.changed:
             self.is_closing = True
             self.changed.notify()
@@ -111,13 +113,13 @@ class ServerConnection:
 
 class Worker:
     def __init__(self, socket: socket.socket, on_close: Callable[[], None] | None = None, device: str = "cpu"):
-        """on_close: called when the server has gone; None: `run` returns then
-        device: where CUDA may start while this imports torch; a spare leaves the GPU alone
+        """on_close: called when the server is gone; None: `run` returns then
+        device: CUDA may be initialized on it while torch is imported; "cpu" for a spare, which does not use the GPU
         """
         self.device = device
         self.host = None
         self.over = threading.Event()
-        self.why = ""  # the reason why it has stopped
+        self.why = ""  # why it stopped
         self.is_draining = False
         self.connection = ServerConnection(socket, on_close or self.over.set)
 
@@ -141,7 +143,7 @@ class Worker:
             from qwen3_tts_cuda_graphs.serving.engine_host import EngineHost
         self.connection.send(type="imported")
         spec = self.next_message("load")
-        self.is_draining = False  # a spare has nothing to speak to its end
+        self.is_draining = False  # a SIGTERM to a spare is ignored: it has no streams to finish
         show_as_worker()
         with model_errors():
             host = EngineHost(spec, self.connection, self.stop)
@@ -153,14 +155,14 @@ class Worker:
         self.connection.send(type="ready", **ready)
 
     def start_device(self, name: str | None) -> None:
-        """The worker before this one is ending: CUDA can start meanwhile."""
+        """Initialize CUDA in advance, while the previous worker is ending."""
         import torch
 
         if not (name or "").startswith("cpu"):
             threading.Thread(target=start_cuda, args=[torch, name or "cuda"], daemon=True).start()
 
     def next_message(self, op: str) -> dict:
-        """While nothing is loaded, the server sends messages in a known order; a spare may be woken before them."""
+        """Until the model is loaded, the server sends messages in a known order; a spare may receive `wake` first."""
         while not self.over.is_set():
             with contextlib.suppress(queue.Empty):
                 header, _ = self.connection.inbox.get(timeout=1)
@@ -170,7 +172,7 @@ class Worker:
         raise OSError("the server has gone")
 
     def stop(self, why: str) -> None:
-        """End soon, so that the server starts another worker. May be called in any thread."""
+        """End soon, so that the server starts another worker. Thread-safe."""
         self.why = self.why or why
         self.over.set()
 
@@ -181,12 +183,12 @@ class Worker:
             self.connection.send(type="draining")
 
     def drain(self, *_) -> None:
-        """As a signal's handler: what takes a lock waits for the next beat."""
+        """Signal handler. The message is sent with the next heartbeat, as sending takes a lock."""
         self.is_draining = True
 
 
 def show_as_worker() -> None:
-    """In `ps`, which reads the memory that this process has its arguments in. A spare has another name."""
+    """Let `ps` show a spare under the name of a worker, by overwriting the arguments in this process's memory."""
     try:
         with open("/proc/self/stat") as file:
             begin, end = map(int, file.read().rpartition(")")[2].split()[45:47])
@@ -198,16 +200,16 @@ def show_as_worker() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, too, which then closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
     inherited = socket.socket(fileno=int(sys.argv[1]))
-    inherited.set_inheritable(False)  # not to a compiler: it must not stay open
+    inherited.set_inheritable(False)  # a compiler started from here must not keep it open
     with cli_errors():
         log_to_stderr()
         worker = Worker(inherited, lambda: os._exit(0), *sys.argv[2:])
         signal.signal(signal.SIGTERM, worker.drain)
         worker.run()
     sys.stderr.flush()
-    os._exit(1 if worker.why else 0)  # torch need not tidy up
+    os._exit(1 if worker.why else 0)  # without the cleanup of torch
 
 
 if __name__ == "__main__":

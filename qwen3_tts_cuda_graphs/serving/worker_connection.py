@@ -1,6 +1,6 @@
-"""Calls to a model's worker: questions over its socket, each with the messages that answer it.
+"""Calls to the worker of a model, over its socket. Each call is answered by one or more messages.
 
-When a worker ends, its socket is closed by the system. All calls in flight get an error at that moment.
+When a worker ends, the kernel closes its socket, and all calls in flight get an error.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ from qwen3_tts_cuda_graphs.serving.messages import Message, Unpacker, pack
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long the server waits for a worker, in seconds, and how often it tells the worker what was read."""
+    """How long the server waits for a worker, in seconds, and how often it acknowledges audio."""
 
     check_interval: float = 1.0
-    answer: float = 120.0  # to a question, also behind others; speech has --request-seconds
-    silence: float = 30.0  # a worker without a heartbeat is replaced; not sooner: on busy cores it may just be slow
-    silence_in_doubt: float = 10.0  # without a heartbeat: until it has one, requests get 503
-    suspended: float = 5.0  # a worker that was stopped by SIGSTOP is replaced
-    restart: float = 600.0  # a replacement that is not ready by then is replaced
-    restart_delay: float = 0.2  # for each recent death: memory of a killed process is free after a moment
-    recovery: float = 60.0  # a worker that has served for so long makes up for earlier deaths
-    exit: float = 5.0  # of a worker whose socket is closed; also until a process is tried again that could not start
-    drain: float = 60.0  # after a worker was sent SIGTERM
-    receipt_interval: float = 1.0  # for listeners who are slow, and read all the same
-    chunks_per_receipt: int = 8  # fewer messages; a stream pauses after many more chunks
+    answer: float = 120.0  # for the answer of `ask`, including the queue; speech is limited by --request-seconds
+    silence: float = 30.0  # without a heartbeat, after which a worker is replaced: on busy cores it may just be slow
+    silence_in_doubt: float = 10.0  # without a heartbeat, after which requests get 503 until the next one
+    suspended: float = 5.0  # until a worker stopped by SIGSTOP is replaced
+    restart: float = 600.0  # for a replacement to get ready
+    restart_delay: float = 0.2  # per recent death: the memory of a killed process is free after a moment
+    recovery: float = 60.0  # of service, after which earlier deaths are forgotten
+    exit: float = 5.0  # for a worker to end once its socket is closed; also before a failed start is retried
+    drain: float = 60.0  # for the streams of a worker that was sent SIGTERM
+    receipt_interval: float = 1.0  # between receipts of a slow listener
+    chunks_per_receipt: int = 8  # a stream pauses only after many more unread chunks
 
 
 class Call:
-    """A question to the worker, and the messages that answer it."""
+    """A call to the worker, and the messages that answer it."""
 
     def __init__(self, connection: "WorkerConnection", id: int):
         self.connection = connection
@@ -49,7 +49,7 @@ class Call:
         self.connection.send(payload, op=op, id=self.id, **fields)
 
     async def receive(self) -> Message:
-        """The next message of the answer, or its error."""
+        """The next message of the answer. Raises its error."""
         message = await self.messages.get()
         if isinstance(message, Exception):
             raise message
@@ -69,10 +69,10 @@ class Call:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """The server's end of the socket, for the life of one worker."""
+    """The server's end of the socket to one worker."""
 
     def __init__(self, on_event: Callable[[dict], None], timeouts: Timeouts):
-        """on_event: takes each message that answers no call"""
+        """on_event: handles each message that belongs to no call"""
         self.on_event = on_event
         self.timeouts = timeouts
         self.unpacker = Unpacker()
@@ -98,7 +98,7 @@ class WorkerConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         for call in self.calls.values():
             if call.is_open:
-                while not call.messages.empty():  # what is unread is not complete
+                while not call.messages.empty():  # audio that is unread would be incomplete
                     call.messages.get_nowait()
                 call.put(engine_failed())
         self.is_over.set()
@@ -109,7 +109,7 @@ class WorkerConnection(asyncio.Protocol):
 
     @contextlib.contextmanager
     def call(self, op: str, payload: bytes = b"", **fields) -> Iterator[Call]:
-        """Leaving the context before the last message of the answer cancels the call."""
+        """Leaving the context before the last message has arrived cancels the call."""
         if self.is_over.is_set() or not self.is_ready:
             raise engine_failed()
         call = Call(self, next(self.call_ids))
@@ -123,7 +123,7 @@ class WorkerConnection(asyncio.Protocol):
                 call.send("cancel")
 
     async def ask(self, op: str, payload: bytes = b"", **fields) -> dict:
-        """A call with one answer."""
+        """A call that one message answers: returns its header."""
         try:
             with anyio.fail_after(self.timeouts.answer), self.call(op, payload, **fields) as call:
                 return (await call.receive())[0]

@@ -1,7 +1,7 @@
-"""The page at `/` (index.html, page.css, page.js), and its description of the interface at `/docs` (docs.html).
+"""The page at `/` (index.html, page.css, page.js), and the description of the interface at `/docs` (docs.html).
 
-They ask for everything by relative addresses, as a proxy may serve them below a path of its own. Their headers let them
-run their own script and call their own server, nothing else.
+All their URLs are relative, as a proxy may serve them below a path. Their headers allow only their own script, and
+requests to their own server.
 """
 
 import base64
@@ -23,20 +23,20 @@ def sha256(content: bytes) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
 
 
-INLINE = re.search(rb"<script>(.*?)</script>", CONTENTS["/"])[1]  # it adds the slash that relative addresses need
+INLINE = re.search(rb"<script>(.*?)</script>", CONTENTS["/"])[1]  # adds the slash that relative URLs need
 POLICY = {
     "default-src": "'none'",
     "script-src": f"'self' '{sha256(INLINE)}'",
     "style-src": "'self'",
     "connect-src": "'self'",
     "img-src": "data:",  # the icon
-    "media-src": "blob:",  # a recording before it is sent, and what was spoken
+    "media-src": "blob:",  # a recording before it is sent, and the speech in the history
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
 }
 HEADERS = {
-    "Cache-Control": "no-cache",  # ask each time whether it has changed: the files belong together
+    "Cache-Control": "no-cache",  # always revalidate: the files must be of the same version
     "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",

@@ -4,20 +4,20 @@
 
 const $ = (id) => document.getElementById(id);
 
-const BASE = new URL(".", location.href).href;  // of all requests: a proxy may serve this page below a path of its own
+const BASE = new URL(".", location.href).href;  // prefix of all requests: a proxy may serve the page below a path
 const RATE = 24000;           // samples per second, of all models
 const KEY_VARIABLE = "QWEN3_TTS_API_KEY";
-const TYPING_PAUSE = 10_000;  // milliseconds without a key that end a sentence
+const TYPING_PAUSE = 10_000;  // milliseconds without a key press that end a sentence
 const IDLE_CLOSE = 20_000;    // milliseconds until an unused WebSocket is closed; the server closes it after 30 s
 
 
 /* ---- Messages */
 
-/** Names of the server's fields -> where the page has another id for them, and what its messages call them. */
+/** The server's fields whose elements have other ids, and those that messages call by other names. */
 const FIELD_IDS = { input: "text", audio_sample: "file", name: "voice-name", ref_text: "transcript" };
 const FIELD_WORDS = { input: "the text", audio_sample: "this file", ref_text: "the transcript" };
 
-/** Show it next to the field that it is about, else next to what was used, else above all. */
+/** Show an error next to its field, or next to the element that was used, or at the top of the page. */
 function showError(error, used) {
   clearError();
   const field = $(FIELD_IDS[error.param] ?? error.param);
@@ -28,7 +28,7 @@ function showError(error, used) {
     field.setAttribute("aria-invalid", "true");
     field.setAttribute("aria-errormessage", "mistake");
     field.closest("details")?.setAttribute("open", "");
-    if (document.activeElement !== $("live")) {  // somebody may be typing there
+    if (document.activeElement !== $("live")) {  // the user may be typing there
       field.focus();
     }
   } else {
@@ -45,7 +45,7 @@ function clearError() {
   $("mistake")?.remove();
 }
 
-/** An Error about a field. param: the server's name for it */
+/** An Error about a field. param: the server's name of the field */
 function mistake(message, param) {
   return Object.assign(new Error(message), { param });
 }
@@ -67,7 +67,7 @@ function asSentence(text) {
 }
 
 
-/* ---- What survives a reload, unless the browser forbids it */
+/* ---- Settings that survive a reload, unless the browser forbids storage */
 
 const kept = {};
 
@@ -75,7 +75,7 @@ function remember(name, value, storage = "localStorage") {
   kept[name] = value;
   try {
     window[storage].setItem(`qwen3-tts-${name}`, value);
-  } catch {}  // then until the page is closed
+  } catch {}  // then it is kept until the page is closed
 }
 
 function recall(name, storage = "localStorage") {
@@ -88,12 +88,12 @@ function recall(name, storage = "localStorage") {
 
 /* ---- The server */
 
-/** The key as a string of bytes: headers have no other text. */
+/** The key as a string of bytes, as headers require. */
 function apiKey() {
   return String.fromCharCode(...new TextEncoder().encode(recall("key", "sessionStorage")));
 }
 
-/** fetch with the key. A failure is an Error whose message can be shown. */
+/** Like fetch, with the key. Throws an Error whose message can be shown. */
 async function call(path, { headers, ...options } = {}) {
   const authorization = apiKey() ? { Authorization: `Bearer ${apiKey()}` } : {};
   const response = await fetch(BASE + path, { headers: { ...headers, ...authorization }, ...options }).catch((error) => {
@@ -112,7 +112,7 @@ async function call(path, { headers, ...options } = {}) {
   throw Object.assign(new Error(message), { status: response.status, param: error?.param });
 }
 
-/** In a browser, a WebSocket cannot send an Authorization header, so the key travels as a subprotocol. */
+/** In a browser a WebSocket cannot send an Authorization header, so the key is sent as a subprotocol. */
 function openWebSocket(path) {
   const key = btoa(apiKey()).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
   return new WebSocket(BASE.replace(/^http/, "ws") + path, key ? ["speech", `bearer.${key}`] : []);
@@ -121,7 +121,7 @@ function openWebSocket(path) {
 
 /* ---- Samples */
 
-/** Mono 16-bit samples, in one piece or several, as a WAV file. */
+/** A WAV file of mono 16-bit samples. pieces: arrays of samples */
 function wavFile(pieces) {
   const data = new Blob(pieces);
   return new Blob([
@@ -135,7 +135,7 @@ function wavFile(pieces) {
 }
 
 
-/* ---- Playing: chunks are scheduled one right after another while they arrive */
+/* ---- Playback: each chunk is scheduled right after the previous one when it arrives */
 
 class Player {
   context = null;
@@ -143,7 +143,7 @@ class Player {
   seconds = 0;  // scheduled so far
   endTime = 0;  // when the last scheduled sample ends, on the context's clock
 
-  /** Browsers allow sound after a click or key only, so call this from one. */
+  /** Call this from a click or key event: browsers allow sound only after one. */
   prepare() {
     this.context ??= new AudioContext({ sampleRate: RATE });  // no resampling, so no clicks between chunks
     this.gaps = 0;
@@ -156,11 +156,11 @@ class Player {
     this.silence();
     this.output = this.context.createGain();
     this.output.connect(this.context.destination);
-    this.lead = 0.05;  // seconds between the arrival of the first chunk and its sound
+    this.lead = 0.05;  // seconds from the arrival of the first chunk until it is played
     this.endTime = this.seconds = this.heard = 0;
   }
 
-  /** Play again from a place on. samples: all that have come after it */
+  /** Play again from a position. samples: all that have arrived after it */
   seek(seconds, samples) {
     this.restart();
     this.add(samples);
@@ -168,7 +168,7 @@ class Player {
     this.heard = seconds;
   }
 
-  /** isAfterPause: whether a gap before it may come from a pause in somebody's typing. */
+  /** isAfterPause: whether the user's pause in typing may have caused a gap before it */
   add(samples, isAfterPause) {
     const buffer = this.context.createBuffer(1, samples.length, RATE);
     const channel = buffer.getChannelData(0);
@@ -182,7 +182,7 @@ class Player {
     this.seconds += buffer.duration;
   }
 
-  /** If everything before was already played, start a little later: the next chunk may be late, too. */
+  /** If everything before it has been played, schedule it a little later, as the next chunk may be late, too. */
   makeRoom(isAfterPause) {
     const now = this.context.currentTime;
     if (this.endTime >= now && this.seconds > 0) {
@@ -195,7 +195,7 @@ class Player {
     this.endTime = now + this.lead;
   }
 
-  /** Seconds that have been heard. */
+  /** Seconds that have been played. */
   position() {
     const left = this.endTime - (this.context?.currentTime ?? 0);
     this.heard = Math.max(this.heard, Math.min(this.seconds, this.seconds - left));
@@ -207,19 +207,19 @@ class Player {
   }
 
   silence() {
-    this.output?.disconnect();  // all scheduled chunks at once
+    this.output?.disconnect();  // stops all scheduled chunks
     this.output = null;
     this.endTime = Math.min(this.endTime, this.context?.currentTime ?? 0);
   }
 }
 
 
-/* ---- The waveform: grows to the right, then shrinks to fit; what has been heard is in colour */
+/* ---- The waveform: grows to the right, then shrinks to fit; the played part has another colour */
 
 class Waveform {
   static PEAK_SECONDS = 0.01;
   static LEAST_SPAN = 6;  // seconds
-  static BAR = 3;         // pixels, with the space beside it
+  static BAR = 3;         // pixels, including the space beside it
 
   constructor(canvas) {
     this.canvas = canvas;
@@ -286,23 +286,23 @@ class Waveform {
 }
 
 
-/* ---- Speech that is being heard: player, waveform and figures together */
+/* ---- The current speech: player, waveform and figures */
 
 const speech = {
   player: new Player(),
   waveform: new Waveform($("waveform")),
   pieces: [],         // all samples
-  parts: [],          // what they say: text, start, end (once it is known), in seconds; and its button
-  inHistory: {},      // how many pieces, parts and seconds are in the history already
-  about: {},          // what is being spoken: text, voice, seed
-  hasNewText: false,  // since the last chunk
+  parts: [],          // of each its text, button, start and end in seconds; the end once it is known
+  inHistory: {},      // how many pieces, parts and seconds have been added to the history
+  about: {},          // text, voice and seed
+  hasNewText: false,  // text was sent since the last chunk
   asked: 0,           // when the request was sent
-  lastChunk: 0,       // when the last chunk came
+  lastChunk: 0,       // when the last chunk arrived
   isArriving: false,
-  isDrawing: false,   // again and again, until all has been heard
-  hasSpeed: true,     // false where the speed depends on how fast somebody types
+  isDrawing: false,   // repeatedly, until all has been played
+  hasSpeed: true,     // false if the speed depends on how fast the user types
 
-  /** Call this from a click or key, as Player.prepare. */
+  /** Call this from a click or key event, as Player.prepare. */
   begin(about, { hasSpeed = true } = {}) {
     this.about = about;
     this.hasNewText = false;
@@ -322,14 +322,14 @@ const speech = {
     this.show("Waiting for the first audio.");
   },
 
-  /** Add more to what is still being played. */
+  /** Continue the speech that is still being played. */
   resume(about) {
     this.about = this.isArriving ? this.about : about;
     this.isArriving = true;
     this.show("Speaking.");
   },
 
-  /** chunk: an ArrayBuffer; the server's messages have whole samples */
+  /** chunk: an ArrayBuffer with whole samples */
   add(chunk) {
     const samples = new Int16Array(chunk);
     this.lastChunk = performance.now();
@@ -344,7 +344,7 @@ const speech = {
     this.showFigures();
   },
 
-  /** Call this before its audio is added. */
+  /** Call this before the audio of the part is added. */
   addPart(text, start) {
     const button = element("button", { type: "button", onclick: () => this.playFrom(start) },
       element("small", { ariaHidden: "true" }, clock(start)), text);
@@ -352,7 +352,7 @@ const speech = {
     this.parts.push({ text, start, end: null, button });
   },
 
-  /** Complete the last part. Until now its text may have been arriving. */
+  /** Complete the last part, whose text may have been arriving until now. */
   endPart(text, end) {
     const part = this.parts.at(-1);
     part.button.lastChild.textContent = text;
@@ -361,7 +361,7 @@ const speech = {
 
   playFrom(seconds) {
     if (this.pieces.length === 0) {
-      return;  // its audio follows
+      return;  // its audio has not arrived yet
     }
     const samples = new Int16Array(this.waveform.length);
     let place = 0;
@@ -374,7 +374,7 @@ const speech = {
     this.show(this.isArriving ? "Speaking." : this.summary());
   },
 
-  /** Mark the part that is being heard, up to the beginning of the next. */
+  /** Mark the part that is being played, until the next one begins. */
   showHeard(position) {
     const heard = isActive() ? this.parts.findLast(({ start }) => start < position)?.button : null;
     const shown = $("parts").querySelector("[aria-current]");
@@ -385,7 +385,7 @@ const speech = {
     }
   },
 
-  /** No more will arrive; what has arrived is still played. */
+  /** No more audio will arrive; what has arrived is still played. */
   end() {
     this.isArriving = false;
     this.addToHistory();
@@ -393,7 +393,7 @@ const speech = {
     showStatus(this.player.seconds ? this.summary() : "No audio came.");
   },
 
-  /** Only what has come since the last time. */
+  /** Add what has arrived since the last call. */
   addToHistory() {
     const { pieces, parts, seconds } = this.inHistory;
     this.inHistory = { pieces: this.pieces.length, parts: this.parts.length, seconds: this.player.seconds };
@@ -401,7 +401,7 @@ const speech = {
       return;
     }
     const cues = this.parts.slice(parts).map(({ text, start, end }, i) => {
-      const next = this.parts[parts + i + 1]?.start ?? this.player.seconds;  // where an end was not told: it was stopped
+      const next = this.parts[parts + i + 1]?.start ?? this.player.seconds;  // without an end it was stopped
       return { text, start: start - seconds, end: (end ?? next) - seconds };
     });
     spoken.add({ ...this.about, parts: cues }, wavFile(this.pieces.slice(pieces)));
@@ -446,7 +446,7 @@ const speech = {
     }
   },
 
-  /** How far it is. Screen readers read the status only. */
+  /** Show how much has been played. Screen readers read only the status. */
   showProgress() {
     const { seconds, heard } = this.player;
     const made = this.isArriving ? ` of ${Math.floor(seconds)} s made so far` : ` of ${Math.round(seconds)} s`;
@@ -472,14 +472,14 @@ const speech = {
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 const isActive = () => speech.isArriving || speech.player.isPlaying();
 
-/** The main button speaks, or stops what is spoken. */
+/** The main button starts or stops the speech. */
 function showButton(stops) {
   const [name, shown, keys] = stops ? ["Stop", "Esc", "Escape"] : ["Speak", "Ctrl Enter", "Control+Enter"];
   $("speak").replaceChildren(name, element("kbd", { ariaHidden: "true" }, shown));
   $("speak").ariaKeyShortcuts = keys;
 }
 
-const NONE = "\u2013";  // a dash, for a figure that is not known
+const NONE = "\u2013";  // a dash for an unknown figure
 
 function showFigure(id, value, unit = "") {
   $(id).replaceChildren(String(value), element("small", {}, unit));
@@ -487,7 +487,7 @@ function showFigure(id, value, unit = "") {
 }
 
 
-/* ---- What was spoken: kept in this browser, also over a reload */
+/* ---- The history: kept in this browser, also after a reload */
 
 const MOST_KEPT = 20;
 
@@ -508,7 +508,7 @@ const spoken = {
     return new Promise((resolve, reject) => {
       const transaction = this.database.transaction("spoken", mode);
       const request = step(transaction.objectStore("spoken"));
-      transaction.oncomplete = () => resolve(request.result);  // from here on a reload finds it
+      transaction.oncomplete = () => resolve(request.result);  // now it survives a reload
       transaction.onabort = () => reject(transaction.error);
     });
   },
@@ -570,7 +570,7 @@ function subtitles(parts) {
   return new Blob(cues, { type: "application/x-subrip" });
 }
 
-/** On the server: browsers have no encoder for mp3. */
+/** Encoded by the server, as browsers have no encoder for MP3. */
 async function toMp3(wav) {
   const response = await call("v1/audio/convert?response_format=mp3", { method: "POST", body: wav });
   return response.blob();
@@ -579,7 +579,7 @@ async function toMp3(wav) {
 
 /* ---- Speak: one text over HTTP */
 
-let lastRequest = new AbortController();  // its controller
+let lastRequest = new AbortController();  // the AbortController of the last request
 
 async function speak() {
   stopAll("");
@@ -605,7 +605,7 @@ async function speak() {
       if (part) {
         speech.addPart(part.text, part.start_seconds);
       }
-      if (audio) {  // none: of a part that an encoder still has
+      if (audio) {  // empty while the encoder buffers all audio of the part
         speech.add(Uint8Array.from(atob(audio), (byte) => byte.charCodeAt(0)).buffer);
       }
       parts?.forEach(({ end_seconds }, i) => { speech.parts[i].end = end_seconds; });
@@ -618,7 +618,7 @@ async function speak() {
   }
 }
 
-/** Server-sent events. The network may cut them anywhere. The last one has the times of all parts. */
+/** Server-sent events. A piece from the network may end within an event. The last event has the times of all parts. */
 async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const read = () => reader.read().catch(() => ({ done: true }));
@@ -636,7 +636,7 @@ async function* eventsOf(response) {
   }
 }
 
-/** Stop the sound now, and whatever is making more of it. */
+/** Stop the playback, and the request or the WebSocket that it comes from. */
 function stopAll(reason) {
   const wasBusy = isActive();
   lastRequest.abort();
@@ -656,13 +656,13 @@ function fail(error) {
 
 const live = {
   socket: null,
-  opened: null,      // a Promise: messages wait for it
+  opened: null,      // a Promise that messages wait for
   isWriting: false,  // whether an utterance has begun and not ended
-  unspoken: 0,       // utterances whose audio is not complete
-  start: 0,          // seconds of sound before the utterance that the server is speaking
+  unspoken: 0,       // number of utterances whose audio is not complete
+  start: 0,          // seconds of audio before the current utterance
   timer: 0,
 
-  /** Send the complete words: up to the last space, or character of a script without spaces. Returns the rest. */
+  /** Send complete words: up to the last space, or character of a script without spaces. Returns the rest. */
   sendWords(text) {
     const words = text.match(/^[^]*[\s\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]/)?.[0] ?? "";
     if (words.trim()) {
@@ -687,7 +687,7 @@ const live = {
     const fields = fieldsWithSeed();
     const about = { text: "", voice: fields.voice, seed: fields.seed };
     if (!speech.hasSpeed && isActive()) {
-      speech.resume(about);  // the next sentence follows the last
+      speech.resume(about);  // the next sentence follows the previous one
     } else {
       lastRequest.abort();
       speech.begin(about, { hasSpeed: false });
@@ -754,7 +754,7 @@ const live = {
     }
   },
 
-  /** The server closed the connection, or never opened it. A browser does not say why, so ask over HTTP. */
+  /** The server has closed the connection or refused it. A browser does not say why, so find out over HTTP. */
   async connectionLost(wasOpen) {
     const wasBusy = this.unspoken > 0;
     this.close();
@@ -764,7 +764,7 @@ const live = {
     }
   },
 
-  /** Forget everything. The server frees the place when the connection closes. */
+  /** Drop all unfinished utterances. The server frees their place when the connection closes. */
   close() {
     clearTimeout(this.timer);
     if (this.socket) {
@@ -782,12 +782,12 @@ const live = {
   },
 };
 
-/* ---- What is asked for */
+/* ---- The fields of a request */
 
 const NUMBERS = ["speed", "seed", "temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"];
-const SWITCHES = { script: true, notation: false, limit_speech: true };  // what each sends when it is on
+const SWITCHES = { script: true, notation: false, limit_speech: true };  // field -> its value when the box is checked
 
-/** All fields but the text. What was left empty is left out, and is then the model's own. */
+/** All fields except the text. Empty ones are left out, so that the model's defaults apply. */
 function styleFields() {
   const fields = {};
   for (const name of ["voice", "instructions", "language", ...NUMBERS]) {
@@ -806,20 +806,20 @@ function styleFields() {
   return lexicon.length ? { ...fields, lexicon: Object.fromEntries(lexicon) } : fields;
 }
 
-/** Lines as in the server's own: a word, a tab and how to say it. Here also =, as keyboards write no tab. */
+/** Lines as in the server's lexicon: a word, a tab and how to say it. Also with =, as a tab is hard to type here. */
 function readLexicon() {
   const lines = $("lexicon").value.split("\n").filter((line) => line.trim() && !line.trim().startsWith("#"));
   return lines.map((line) => line.match(/^([^\t=]*)[\t=]?([^]*)$/).slice(1).map((text) => text.trim()));
 }
 
-/** What is not a number is sent as it is: the server's answer says what it should be. */
+/** A number, or the text if it is none: the server's error then says what it should be. */
 function toNumber(text) {
   const value = Number(text);
   const isExact = Number.isFinite(value) && (!Number.isInteger(value) || Number.isSafeInteger(value));
   return isExact ? value : text;
 }
 
-/** With a random seed if none was given: the history has it, so that the same can be spoken again. */
+/** With a random seed if none was given. The history shows it, so that the speech can be repeated. */
 function fieldsWithSeed() {
   const wrong = readLexicon().find(([word, said]) => !word || !said);
   if (wrong) {
@@ -828,7 +828,7 @@ function fieldsWithSeed() {
   return { seed: Math.floor(Math.random() * 2 ** 32), ...styleFields() };
 }
 
-/** No model is named: each voice of a script finds its own. */
+/** Without a model: the server chooses the model for each voice of a script. */
 function speechFields() {
   return { input: $("text").value, ...styleFields() };
 }
@@ -861,11 +861,11 @@ function asCurl(fields) {
   return lines.join(" \\\n");
 }
 
-/** Strings, numbers and objects of them are also Python's. */
+/** Strings, numbers and objects in JSON are also valid in Python; booleans are not. */
 const asLiteral = (value) => typeof value === "boolean" ? (value ? "True" : "False") : JSON.stringify(value);
 
 function asPython({ input, voice, instructions, speed, ...others }) {
-  const model = "tts-1";  // any: the client wants one
+  const model = "tts-1";  // any name: the client requires one
   const known = { model, voice: voice ?? "alloy", input, instructions, speed, response_format: "wav" };
   const given = Object.entries(known).filter(([, value]) => value !== undefined);
   const extra = Object.entries(others).map(([name, value]) => `        "${name}": ${asLiteral(value)},`);
@@ -891,7 +891,7 @@ async function copyRequest() {
   const text = $("request").textContent;
   try {
     await navigator.clipboard.writeText(text);
-  } catch {  // only pages over HTTPS or from this machine have a clipboard
+  } catch {  // only pages over HTTPS or from localhost can use the clipboard
     getSelection().selectAllChildren($("request"));
     document.execCommand("copy");
     getSelection().removeAllRanges();
@@ -906,7 +906,7 @@ async function copyRequest() {
 
 const server = { models: [], needsKey: false, voices: [] };
 
-/** The one that has the chosen voice. */
+/** The model that has the chosen voice. */
 function chosenModel() {
   return server.models.find(({ voices }) => voices.includes($("voice").value)) ?? server.models[0];
 }
@@ -928,7 +928,7 @@ async function loadVoices(chosen = recall("voice")) {
   showVoice();
 }
 
-/** The voice decides which model speaks, and that decides what it can be asked for. */
+/** The chosen voice determines the model, and the model which fields are available. */
 function showVoice() {
   const model = chosenModel();
   $("model").textContent = model.id;
@@ -952,7 +952,7 @@ async function removeVoice() {
   const name = $("voice").value;
   if (confirm(`Remove the voice ${name} from the server?`)) {
     await call(`v1/audio/voices/${encodeURIComponent(name)}`, { method: "DELETE" }).catch((error) => {
-      if (error.status !== 404) {  // somebody else was quicker
+      if (error.status !== 404) {  // somebody else has removed it
         throw error;
       }
     });
@@ -962,9 +962,9 @@ async function removeVoice() {
   }
 }
 
-let sample = null;  // of the voice to add: a File
+let sample = null;  // the recording of the voice to add: a File
 
-/** As the server takes it: My Voice becomes my-voice. What is not a letter a to z then, the server explains. */
+/** A name that the server accepts: My Voice becomes my-voice. Letters other than a to z get the server's error. */
 function voiceName() {
   const plain = $("voice-name").value.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
   return plain.replace(/[^\p{L}\p{N}_]+/gu, "-").replace(/^[-_]+|-+$/g, "") || $("voice-name").value.trim();
@@ -1005,7 +1005,7 @@ function setSample(file) {
   }
 }
 
-/** Every server reads WAV, FLAC, OGG and MP3; what else the browser knows, such as M4A, is converted here. */
+/** Every server reads WAV, FLAC, OGG and MP3. Other formats that the browser knows, such as M4A, are converted here. */
 async function takeFile(file) {
   setSample(!file || /\.(wav|flac|ogg|mp3)$/i.test(file.name) ? file : await toWav(file));
 }
@@ -1026,7 +1026,7 @@ async function toWav(blob) {
 
 /* ---- Recording */
 
-let recorder = null;  // while it runs
+let recorder = null;  // the MediaRecorder while it records
 
 async function record() {
   if (recorder) {
@@ -1054,7 +1054,7 @@ async function record() {
 
 async function endRecording(stream, blob) {
   recorder = null;
-  stream.getTracks().forEach((track) => track.stop());  // also takes the browser's red dot away
+  stream.getTracks().forEach((track) => track.stop());  // also removes the browser's recording indicator
   showRecording(false);
   setSample(await toWav(blob));
   showStatus("Recorded.", "voice-status");
@@ -1062,12 +1062,12 @@ async function endRecording(stream, blob) {
 
 function showRecording(isRecording) {
   $("record").textContent = isRecording ? "Stop recording" : "Record again";
-  $("record").ariaLabel = isRecording ? "Stop recording" : null;  // its seconds are not for screen readers
+  $("record").ariaLabel = isRecording ? "Stop recording" : null;  // screen readers should not read the seconds
   $("level").hidden = !isRecording;
   showStatus(isRecording ? "Recording." : "", "voice-status");
 }
 
-/** Time and loudness, until the recording ends. */
+/** Show time and loudness until the recording ends. */
 function showLevel(stream) {
   const context = new AudioContext();
   const analyser = context.createAnalyser();
@@ -1093,7 +1093,7 @@ function showLevel(stream) {
 
 /* ---- Start */
 
-/** The page can be open before the model is loaded. Who speaks meanwhile reads the status of the speech. */
+/** The page may be open before the model is loaded. A status that the user's own actions show is not overwritten. */
 async function waitUntilReady() {
   let shown = $("status").textContent;
   const show = (text) => {
@@ -1127,7 +1127,7 @@ async function connect() {
   }
 }
 
-/** addEventListener. An error of the handler is shown next to the element. */
+/** addEventListener with a handler whose errors are shown next to the element. */
 function on(id, event, handler) {
   $(id).addEventListener(event, async (details) => {
     try {
@@ -1138,7 +1138,7 @@ function on(id, event, handler) {
   });
 }
 
-document.addEventListener("submit", (event) => event.preventDefault());  // the forms are sent by this script
+document.addEventListener("submit", (event) => event.preventDefault());  // this script sends the forms
 on("speak-form", "submit", () => isActive() ? stopAll("Stopped.") : speak());
 on("live-form", "submit", () => live.finish());
 on("voice-form", "submit", () => addVoice().catch((error) => {
@@ -1152,7 +1152,7 @@ on("key-form", "submit", () => {
 });
 
 const SETTINGS = ["instructions", "lexicon", ...Object.keys(SWITCHES)];
-const REMEMBERED = ["text", "speed", "language", ...SETTINGS];  // and the voice
+const REMEMBERED = ["text", "speed", "language", ...SETTINGS];  // besides the voice
 
 on("copy", "click", copyRequest);
 on("voice-name", "input", showName);
@@ -1192,7 +1192,7 @@ document.addEventListener("input", ({ target }) => {
   showRequest();
 });
 document.addEventListener("change", showRequest);
-document.addEventListener("click", ({ target }) => target.closest("button") && clearError(), true);  // of an earlier step
+document.addEventListener("click", ({ target }) => target.closest("button") && clearError(), true);
 
 for (const id of ["text", "speed", "instructions", "lexicon"]) {
   $(id).value = recall(id) || $(id).value;
@@ -1204,5 +1204,5 @@ $("settings").open = SETTINGS.some((id) => recall(id) !== "");
 showButton(false);
 showName();
 showRequest();
-spoken.load().catch(() => {});  // a private window, say: kept until it is closed
+spoken.load().catch(() => {});  // in a private window, for example, the history is kept until it is closed
 connect();
