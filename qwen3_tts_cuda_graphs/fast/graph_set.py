@@ -15,7 +15,7 @@ from qwen3_tts_cuda_graphs.fast.kernels import one_line
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.paths import choose_path, path_without
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, batch_sizes
-from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
+from qwen3_tts_cuda_graphs.fast.self_test import run_test
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
@@ -73,7 +73,7 @@ class GraphSet:
         for size in sizes[1:]:
             try:
                 graphs = MegakernelGraphs(self.talker, self.rows[:size], like=alone)
-                reason = why_rows_wrong(graphs, alone)
+                reason, _ = run_test(graphs, frames=1, choices=4)
             except torch.OutOfMemoryError:
                 raise
             except (OSError, RuntimeError) as error:  # too few multiprocessors for this many rows, for instance

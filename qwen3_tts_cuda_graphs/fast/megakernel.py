@@ -236,11 +236,13 @@ class FusedStep:
         arguments: of the kernel, those that differ between talker and predictor
         """
         model, device = stack.model, stack.device
+        self.stack = stack
+        self.cache = [*zip(*cache, strict=True)]  # (keys, values) of each layer
         sizes, self.kernels = SOURCE.compile(stack)
         self.sizes = sizes
         self.noise = arguments["noise"]  # (rows, heads, vocab)
 
-        layers = [StackLayer(*layer) for layer in zip(model.layers, *cache, strict=True)]
+        layers = [StackLayer(layer, *pair) for layer, pair in zip(model.layers, self.cache, strict=True)]
         matrices = self.matrices(layers, stack.heads)
         matrix_fields = [[matrix, len(matrix), matrix[0].nbytes] for matrix in matrices]  # as in MATRIX_FIELDS
         end_of_list = [0] * len(MATRIX_FIELDS)
