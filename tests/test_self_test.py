@@ -130,19 +130,19 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, talker):
 # ---- Several rows
 
 ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
-    "position": ("prompt_length[attended]", "prompt_length[0]", "the cached keys and values"),
-    "cache": ("(row_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
-    "projected hidden state": ("first_input + row * HIDDEN", "first_input", "the logits of the codes"),
+    "position": ("prompt_length[attended]", "prompt_length[0]", "the talker's first keys"),
+    "cache": ("(row_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "first keys"),
+    "projected hidden state": ("first_input + row * HIDDEN", "first_input", "first keys"),
     "hidden state": ("arguments.hidden + row * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
-    "code": ("codes[row] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
+    "code": ("codes[row] * HIDDEN", "codes[0] * HIDDEN", "first keys"),
     "noise": ("(row * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
     "top-k": ("arguments.topk_rank[row]", "arguments.topk_rank[0]", "the codes"),
-    "text": ("u64 frame = element_row * arguments.frames +", "u64 frame =", "the embedding"),
+    "text": ("u64 frame = element_row * arguments.frames +", "u64 frame =", "the text is wrong"),
 }
 
 
 ROW_FAULTS_OF_8 = {  # what a row of the second four may take from the first
-    "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "the logits of the codes"),
+    "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "first keys"),
     "code": ("row / 4 == group ? of_four[group] : four", "four", "the codes"),
 }
 
@@ -164,7 +164,7 @@ def test_faults_of_several_rows_on_a_cpu(count, fault, talker, tmp_path):
     source = changed_source(megakernel, change) if fault else None
     with compile_with(cpu_kernel_for(tmp_path, source, grid=max(16, 4 * count))):
         graphs = MegakernelGraphs(talker, rows)
-    reason, _ = self_test.run_test(graphs, frames=1, choices=0)
+    reason, _ = self_test.run_test(graphs, self_test.PROMPTS, frames=1, choices=0)
     print(f"{fault}: {reason}")
     assert bool(reason) == bool(fault) and found_by in reason
     assert_same_state(rows, before)

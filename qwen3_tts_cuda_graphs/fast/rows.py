@@ -18,7 +18,7 @@ from cudagraph_talker import Rows, Sampling, round_up
 
 
 def draw_seeded(noise: torch.Tensor, generator: torch.Generator) -> None:
-    """`draw_noise` with a generator of its own: (B, N, V), on a CPU code by code."""
+    """`draw_noise` from a generator: (B, N, V), on a CPU code by code."""
     for draw in noise.unbind(1) if noise.device.type == "cpu" else [noise]:
         draw.exponential_(generator=generator)
 
@@ -50,7 +50,7 @@ class SharedRows(Rows):
         self.ended.masked_fill_(is_new, False)
         is_new = is_new[:, None]
         self.prompt_length.copy_(torch.where(is_new, prompt_lengths[:, None], self.prompt_length))
-        self.frame.masked_fill_(is_new, -1)  # the step goes on to frame 0
+        self.frame.masked_fill_(is_new, -1)  # the step advances it to 0
         self.seen.masked_fill_(is_new, False)
 
     def state(self) -> list[torch.Tensor]:
@@ -84,8 +84,8 @@ def tensors_of(sampling: Sampling) -> list[torch.Tensor]:
     return [sampling.temperature, sampling.topk_rank, sampling.one_minus_top_p, sampling.greedy]
 
 
-def view_of(part, index: slice | int | list[int]):
-    """These rows of all tensors of an object or a list. They share their memory."""
+def view_of(part, index: slice | int | torch.Tensor | list[int]):
+    """These rows of all tensors of an object or a list: views if `index` is a slice or a number, else copies."""
     if torch.is_tensor(part):
         return part[index]
     if isinstance(part, list):

@@ -30,7 +30,8 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 # The prompts' lengths. The frames of a single row attend to few positions first, then to more than FEW_POSITIONS of
 # megakernel.cu, with more than one for every warp.
-PROMPTS = (255, 300, 7, 43)
+PROMPT = 255
+PROMPTS = (7, 300, 150, 43)  # of several rows
 FRAMES = 4
 TALKER_CHOICES = 16
 
@@ -77,7 +78,7 @@ class Figures(dict[str, tuple[Tensor, float, str]]):
 
 @torch.no_grad()
 def run_test(
-    graphs: MegakernelGraphs, prompts: Sequence[int] = PROMPTS, frames: int = FRAMES, choices: int = TALKER_CHOICES
+    graphs: MegakernelGraphs, prompts: Sequence[int] = (PROMPT,), frames: int = FRAMES, choices: int = TALKER_CHOICES
 ) -> tuple[str, dict[str, tuple[float, float]]]:
     """What is wrong with the graphs, empty if nothing is; and the measured figures, with their limits. Several rows
     have one frame.
@@ -157,7 +158,7 @@ class SelfTest:
         logits, inputs = torch.cat(logits, 1), torch.cat(inputs, 1)
         exact, own = self.check_errors("first codes", self.step, logits, inputs, self.positions)
         hidden = torch.where(rows.advance[:, None], rows.hidden[:, 0], own[1])
-        figures.keep_error("hidden state", hidden, exact[1], own[1], MAX_ERROR_OF_ONE)
+        figures.keep_error("hidden states", hidden, exact[1], own[1], MAX_ERROR_OF_ONE)
         return figures
 
     def run_predictor(self) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,7 @@ class SelfTest:
             tensor.copy_(torch.where(rows.advance[:, None], tensor, old))  # rows that wait keep their state
             wrong.append((tensor != new).any(1, keepdim=True))
         wrong_token, *others = wrong
-        message = "what a step writes beside its token is wrong"
+        message = "what a step writes besides its token is wrong"
         self.figures.keep("progress", torch.cat(others, 1) & ~wrong_token, NO_DIFFERENCE, message)
         return wrong_token
 
