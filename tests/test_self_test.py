@@ -138,6 +138,7 @@ ROW_FAULTS = {  # what one row may take from another: the right text, the wrong 
     "noise": ("(row * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
     "top-k": ("arguments.topk_rank[row]", "arguments.topk_rank[0]", "the codes"),
     "text": ("u64 frame = element_row * arguments.frames +", "u64 frame =", "the text is wrong"),
+    "seen token": ("arguments.seen[row * VOCAB + token]", "arguments.seen[token]", "what a step writes"),
 }
 
 
