@@ -22,7 +22,8 @@ from megakernel_cases import PLAIN_COPIES, compile_with, gpu_kernel_for, rows_of
 
 from qwen3_tts_cuda_graphs.fast import megakernel
 from qwen3_tts_cuda_graphs.fast.frame_graphs import MegakernelGraphs
-from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
+from qwen3_tts_cuda_graphs.fast.rows import fill_with_random_states
+from qwen3_tts_cuda_graphs.fast.self_test import PROMPTS
 
 LENGTH = 80
 KV_HEADS = 8
@@ -33,7 +34,7 @@ def run(talker, count: int) -> None:
     """A frame of rows at different positions, and one at the last position of the cache."""
     rows = rows_of(talker, LENGTH, count)
     graphs = MegakernelGraphs(talker, rows)
-    fill_with_random_states(rows)
+    fill_with_random_states(rows, PROMPTS, frames=1)
     for _ in range(2):
         graphs.predict()
         graphs.step()

@@ -48,7 +48,7 @@ def test_the_kernel_computes_what_the_reference_says(hidden, options, tmp_path):
     rows = rows_of(talker, LENGTH)
     with compile_with(cpu_kernel_for(tmp_path, **options)):
         graphs = MegakernelGraphs(talker, rows)
-    assert self_test.run_test(graphs, prompt, frames=1, choices=3)[0] == ""
+    assert self_test.run_test(graphs, [prompt], frames=1, choices=3)[0] == ""
 
     _, step = graphs.waiting_launches
     rows.advance.fill_(True)

@@ -28,7 +28,8 @@ from qwen3_tts_cuda_graphs.bench.parity import MARGIN, Megakernel, TeacherForced
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.fast import kernel_cache, nvrtc, paths
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Stack, kernel_sizes, stacks_of
-from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
+from qwen3_tts_cuda_graphs.fast.rows import fill_with_random_states
+from qwen3_tts_cuda_graphs.fast.self_test import PROMPTS
 from qwen3_tts_cuda_graphs.speech import accelerate
 
 LENGTH = 512
@@ -213,7 +214,7 @@ def test_a_step_has_the_same_bits_each_time(checkpoint):
     """Without the fence in `release`, bulk copies overwrote weights before they were read: in one of 20 to 4,000
     launches for 16 rows."""
     megakernel_of_16 = Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH, row_count=16)
-    fill_with_random_states(megakernel_of_16.rows)
+    fill_with_random_states(megakernel_of_16.rows, PROMPTS, frames=1)
     megakernel_of_16.rows.advance.fill_(False)
     for launch in megakernel_of_16.launches:
         launch()

@@ -70,7 +70,7 @@ def test_faults_on_a_cpu(fault, choices, talker, tmp_path):
     with compile_with(with_fault(fault, right, wrong)):
         graphs = MegakernelGraphs(talker, rows_of(talker, LENGTH))
     before = state_of(graphs.rows)
-    reason, _ = self_test.run_test(graphs, PROMPT, frames=1, choices=choices)
+    reason, _ = self_test.run_test(graphs, [PROMPT], frames=1, choices=choices)
     print(f"{fault}: {reason}")
     assert FAULTS[fault].found_by in reason if fault else reason == ""
     assert_same_state(graphs.rows, before)
@@ -102,15 +102,15 @@ def graphs_without_kernel(talker: Any, error: type[Exception] = RuntimeError) ->
     return graphs
 
 
-def test_logits_far_from_float32_are_found(talker):
+def test_logits_far_from_float32_are_found():
     """Whatever the layers between the first and the last do wrong shows only there."""
-    test = self_test.SelfTest(graphs_without_kernel(talker), PROMPT, frames=2)
-    exact = torch.randn(30, 1024, generator=torch.Generator().manual_seed(1))
-    own, fused = (exact + 0.01 * torch.randn(30, 1024, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
-    test.check_logits("codes", fused, own, exact)
-    assert test.verdict()[0] == ""
-    test.check_logits("codes", exact + 1.6 * (fused - exact), own, exact)
-    assert re.search(r"1\.\d\d times .* as the model's own, 1.5 may be", test.verdict()[0])
+    figures = self_test.Figures()
+    exact = torch.randn(1, 30, 1024, generator=torch.Generator().manual_seed(1))
+    own, fused = (exact + 0.01 * torch.randn(1, 30, 1024, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
+    figures.keep_error("logits of the codes", fused, exact, own)
+    assert figures.verdict()[0] == ""
+    figures.keep_error("logits of the codes", exact + 1.6 * (fused - exact), exact, own)
+    assert re.search(r"1\.\d\d times .* as the model's own, 1.5 may be", figures.verdict()[0])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
@@ -121,28 +121,29 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, talker):
     before = state_of(graphs.rows)
     if error is torch.OutOfMemoryError:
         with pytest.raises(error):
-            self_test.run_test(graphs, PROMPT)
+            self_test.run_test(graphs, [PROMPT])
     else:
-        assert self_test.run_test(graphs, PROMPT)[0] == error.__name__
+        assert self_test.run_test(graphs, [PROMPT])[0] == error.__name__
     assert_same_state(graphs.rows, before)
 
 
 # ---- Several rows
 
 ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
-    "position": ("prompt_length[attended]", "prompt_length[0]", "the cached keys and values"),
-    "cache": ("(row_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
-    "projected hidden state": ("first_input + row * HIDDEN", "first_input", "the logits of the codes"),
+    "position": ("prompt_length[attended]", "prompt_length[0]", "the talker's first keys"),
+    "cache": ("(row_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "first keys"),
+    "projected hidden state": ("first_input + row * HIDDEN", "first_input", "first keys"),
     "hidden state": ("arguments.hidden + row * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
-    "code": ("codes[row] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
+    "code": ("codes[row] * HIDDEN", "codes[0] * HIDDEN", "first keys"),
     "noise": ("(row * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
     "top-k": ("arguments.topk_rank[row]", "arguments.topk_rank[0]", "the codes"),
-    "text": ("u64 frame = element_row * arguments.frames +", "u64 frame =", "the embedding"),
+    "text": ("u64 frame = element_row * arguments.frames +", "u64 frame =", "the text is wrong"),
+    "seen token": ("arguments.seen[row * VOCAB + token]", "arguments.seen[token]", "what a step writes"),
 }
 
 
 ROW_FAULTS_OF_8 = {  # what a row of the second four may take from the first
-    "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "the logits of the codes"),
+    "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "first keys"),
     "code": ("row / 4 == group ? of_four[group] : four", "four", "the codes"),
 }
 
@@ -161,12 +162,10 @@ def test_faults_of_several_rows_on_a_cpu(count, fault, talker, tmp_path):
     *change, found_by = (ROW_FAULTS if count == 2 else ROW_FAULTS_OF_8).get(fault, [""])
     rows = rows_of(talker, LENGTH, count)
     before = state_of(rows)
-    with compile_with(cpu_kernel_for(tmp_path, grid=8)):
-        alone = MegakernelGraphs(talker, rows[:1])
     source = changed_source(megakernel, change) if fault else None
     with compile_with(cpu_kernel_for(tmp_path, source, grid=max(16, 4 * count))):
-        several = MegakernelGraphs(talker, rows, alone)
-    reason = self_test.why_rows_wrong(several, alone)
+        graphs = MegakernelGraphs(talker, rows)
+    reason, _ = self_test.run_test(graphs, self_test.PROMPTS, frames=1, choices=0)
     print(f"{fault}: {reason}")
     assert bool(reason) == bool(fault) and found_by in reason
     assert_same_state(rows, before)

@@ -1,22 +1,22 @@
-// Attention of one token to the positions of its row, by warps, for batched.cu; overlapped_stack.cu has only its sizes,
-// and merges as it does. It uses the definitions HEADS, KV_HEADS, HEAD_DIM and EPSILON.
+// Attention of one token to the positions of its row, by warps, for batched.cu; overlapped_stack.cu shares only the
+// sizes and the way warps are merged. It uses the definitions HEADS, KV_HEADS, HEAD_DIM and EPSILON.
 //
-// A warp takes 16 positions at a time, and all GROUP query heads of a KV head.
+// A warp processes 16 positions at a time, for all GROUP query heads of a KV head.
 //
-// Scores: a tensor core multiplies 16 keys by the queries, 16 dimensions at a time. Of a row of keys lane 4 r + q has 8
-// dimensions in a row, as it loads them; in which order dimensions are summed does not matter.
+// Scores: a tensor core multiplies 16 keys by the queries, 16 dimensions at a time. Lane 4 r + q holds 8 consecutive
+// dimensions of a key, as it loads them: the order in which dimensions are summed does not matter.
 //
 //     lane 4 r + q has     keys of the positions r and r + 8, dimensions 32 c + 8 q .. + 7, c = 0 .. 3
 //                          query head r, the same dimensions; 0 from r = GROUP on
 //                          scores of the positions r and r + 8, query heads 2 q and 2 q + 1
 //
-// Values: half-warp h has the positions 2 i + h, lane l of 16 the dimensions 8 l .. 8 l + 7. Weights come from the lanes
-// that have the scores. Softmax is online.
+// Values: half-warp h takes the positions 2 i + h, lane l of 16 the dimensions 8 l .. 8 l + 7. The weights come from
+// the lanes that hold the scores. Softmax is online.
 
-constexpr int HEAD_VECTORS = 16;                      // and lanes of a half-warp
+constexpr int HEAD_VECTORS = 16;                      // of 8 elements, one for each lane of a half-warp
 constexpr int QKV_HEADS = HEADS + 2 * KV_HEADS;       // of q, k and v
 constexpr int GROUP = HEADS / KV_HEADS;               // query heads that share a KV head
-constexpr int WARP_POSITIONS = 16;                    // that a warp attends to at a time
+constexpr int WARP_POSITIONS = 16;                    // that a warp processes at a time
 
 static_assert(HEAD_DIM == 8 * HEAD_VECTORS, "unsupported sizes: HEAD_DIM must be 128");
 static_assert(HEADS % KV_HEADS == 0, "unsupported sizes: HEADS must be a multiple of KV_HEADS");
@@ -33,26 +33,27 @@ __device__ int own_head(int kv_head, int i) {
 struct HeadOfToken {
     int kv_head;
     int position;                                     // of the token
-    uint4 *keys;                                      // (positions, HEAD_DIM), of its row of the cache
+    uint4 *keys;                                      // (positions, HEAD_DIM), its row of the cache
     uint4 *values;
     const uint4 *q_norm;                              // (HEAD_DIM)
     const uint4 *k_norm;
     const uint4 *cos;                                 // (HEAD_DIM), at its position
     const uint4 *sin;                                 // the first half negated
-    bool is_stored;                                   // whether its own key is in the cache, and queries are rotated
+    bool is_stored;                                   // whether its key is cached and the queries are rotated
 };
 
-// What a warp has of its positions, for each query head: the sum of values times weights (lanes l and l + 16 both have
-// the dimensions 8 l .. 8 l + 7), the highest score, the sum of weights. A weight is exp(score - best).
+// A warp's result over its positions, for each query head: the sum of values times weights (lanes l and l + 16 both
+// hold dimensions 8 l .. 8 l + 7), the highest score, the sum of weights. A weight is exp(score - best).
 struct WarpAttention {
     Eight sum[GROUP];
     float best[GROUP];
     float weight[GROUP];
 };
 
-// A warp's attention to 16 positions from `first` on, to those `stride` later, and so on until `end`, and, if `has_own`,
-// to the token's own position: then it also stores the own key and value, unless they are. load_own(own) loads the
-// vectors of the token's heads: lane l of 16 has dimensions 8 l .. 8 l + 7 of own_head(kv_head, i).
+// A warp's attention to 16 positions from `first` on, then to those `stride` later, and so on until `end`, and, if
+// `has_own`, to the token's own position: then it also stores its key and value, unless they are stored already.
+// load_own(own) loads the vectors of the token's heads: lane l of 16 gets dimensions 8 l .. 8 l + 7 of
+// own_head(kv_head, i).
 template <class LoadOwn>
 __device__ WarpAttention attend_positions(const HeadOfToken &token, int first, int end, int stride, bool has_own,
                                           LoadOwn load_own) {
@@ -107,7 +108,7 @@ __device__ WarpAttention attend_positions(const HeadOfToken &token, int first, i
         }
     }
 
-    // `best` and `weight` are those of the heads 2 q and 2 q + 1, the latter of this lane's positions.
+    // `best` and `weight` belong to heads 2 q and 2 q + 1; `weight` covers only this lane's positions.
     uint4 query[HEAD_VECTORS / 4] = {};
     WarpAttention result = {};
     Eight (&sum)[GROUP] = result.sum;
@@ -215,8 +216,8 @@ __device__ WarpAttention attend_positions(const HeadOfToken &token, int first, i
     return result;
 }
 
-// What a warp alone has attended to all positions of, rounded: store(g, vector) is called for lane l's vector of query
-// head g.
+// The rounded output of a warp that has attended to all positions alone: store(g, vector) is called for lane l's vector
+// of query head g.
 template <class Store>
 __device__ void finish_attention(WarpAttention &attended, Store store) {
 #pragma unroll

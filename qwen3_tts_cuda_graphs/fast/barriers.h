@@ -1,5 +1,5 @@
-// Barriers in shared memory that threads or copies arrive at (mbarriers), for megakernel.cu and overlapped_stack.cu.
-// They define BULK_COPIES, 1 for the instructions of compute capability 9.0.
+// Barriers in shared memory at which threads or copies arrive (mbarriers), for megakernel.cu and overlapped_stack.cu,
+// which define BULK_COPIES: 1 for the instructions of compute capability 9.0.
 
 #ifndef ON_CPU
 
@@ -30,7 +30,7 @@ __device__ bool mbarrier_try_wait(u64 *barrier, u32 parity) {
     return done;
 }
 
-// Arrives, and makes the phase wait for this many bytes as well.
+// Arrives, and makes the phase wait for this many copied bytes as well.
 __device__ void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes)

@@ -1,5 +1,5 @@
-// The small kernels between the matrix products of a decoding step of B tokens, each at its own position: one of
-// each row, or several of a row's prompt.
+// The small kernels between the matrix products of a decoding step of B tokens, each at its own position: one token
+// of each row, or several of a row's prompt.
 //
 // batched.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
@@ -27,13 +27,13 @@
 //     (GEMM)                inner                   x
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
 //
-// If several tokens are of the same row, keys and values of all of them must be in the cache before one attends
-// to them. Then qk_norm_rope_store comes before attention and does its first part: norm and RoPE of queries and
+// If several tokens belong to one row, the keys and values of all of them must be in the cache before one of them
+// attends. Then qk_norm_rope_store runs before attention and does its first part: norm and RoPE of queries and
 // keys, in place; keys and values to the cache.
 //
-// The last kernel of a layer has the norm weight of the next layer, or of the final norm. Before the first
-// layer comes `add_and_norm` without a residual. After a head comes `sample`, or `choose` for the talker: a
-// block of 256 threads for each row.
+// The last kernel of a layer applies the norm of the next layer, or the final norm. `add_and_norm` without a
+// residual runs before the first layer. `sample`, or `choose` for the talker, runs after a head, with a block of
+// 256 threads for each row.
 //
 // In the comments, a vector is 8 consecutive bfloat16: 16 bytes, what a thread loads at once (uint4). A head
 // of 128 dimensions is 16 vectors, for the 16 lanes of a half-warp.
@@ -47,7 +47,7 @@
 // ---- Sizes
 
 constexpr int WARPS = THREADS / 32;                   // of a block
-constexpr int ATTENTION_BLOCKS = 4;                   // on a multiprocessor: as many as registers for all loads allow
+constexpr int ATTENTION_BLOCKS = 4;                   // on a multiprocessor; the registers for all loads limit it
 constexpr int SAMPLER_WARPS = SAMPLER_THREADS / 32;
 constexpr int SCORES_PER_THREAD = VOCAB / SAMPLER_THREADS;
 
@@ -56,7 +56,7 @@ static_assert(VOCAB % SAMPLER_THREADS == 0, "unsupported sizes: VOCAB must be a 
 static_assert(VOCAB <= 1 << TOKEN_BITS, "unsupported sizes: VOCAB must be at most 4096");
 
 
-// ---- Arguments, a struct for each kernel. batched.py writes them and checks their layout when it compiles.
+// ---- Arguments, one struct for each kernel. batched.py writes them and checks their layout when it compiles.
 
 struct QkNormRopeStore {
     uint4 *qkv;                                       // (B, QKV_HEADS, HEAD_DIM)
@@ -73,9 +73,9 @@ struct QkNormRopeStore {
 
 struct Attention {
     QkNormRopeStore input;
-    u64 is_stored;                                    // whether qk_norm_rope_store has had this input
+    u64 is_stored;                                    // whether qk_norm_rope_store has processed qkv
     u64 splits;                                       // maximum number of splits of a token's positions
-    u64 min_split_length;                             // positions of a split, at least
+    u64 min_split_length;                             // least number of positions in a split
     float *split_best;                                // (B, HEADS, splits), highest score of a split
     float *split_weight;                              // (B, HEADS, splits), sum of its weights
     float *split_sum;                                 // (B, HEADS, splits, HEAD_DIM), of values times weights
@@ -110,8 +110,8 @@ struct Choose {
 
 // ---- Norm and RoPE of queries and keys; keys and values to the cache
 
-// Half-warp h of block (b, token) has head 8 b + h of that token, in the order of qkv: queries, keys, values.
-// Lane l of 16 has dimensions 8 l .. 8 l + 7.
+// Half-warp h of block (b, token) computes head 8 b + h of that token, in the order of qkv: queries, keys, values.
+// Lane l of 16 holds dimensions 8 l .. 8 l + 7.
 extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormRopeStore arguments) {
     const int token = blockIdx.y;
     const int head = blockIdx.x * (THREADS / 16) + threadIdx.x / 16;
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
     const uint4 cos = arguments.cos[position * HEAD_VECTORS + lane];
     const uint4 sin = arguments.sin[position * HEAD_VECTORS + lane];
 
-    // Half-warps with a value compute this as well, because all lanes of a warp take part in shuffles.
+    // Half-warps that hold a value compute this, too, because all lanes of a warp take part in the shuffles.
     const uint4 rotated = norm_and_rope<16>(x, weight, cos, sin, EPSILON);
 
     const auto in_cache = [&](int kv_head) {
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
 
 // ---- Attention
 
-// What each warp has computed of its positions, for each query head of the group.
+// The result of each warp over its positions, for each query head of the group.
 struct alignas(16) AttentionShared {
     float sum[WARPS][GROUP][HEAD_DIM];
     float best[WARPS][GROUP];
@@ -154,8 +154,8 @@ struct alignas(16) AttentionShared {
     bool is_last;
 };
 
-// Merges the warps of a block in shared memory, and the blocks of a token and KV head, one for each split, in
-// global memory: the block that finishes last does that.
+// Merges the warps of a block in shared memory. The blocks of a token and KV head, one for each split, are merged in
+// global memory by the block that finishes last.
 __device__ void merge_warps(const Attention &arguments, const WarpAttention &attended, u64 first_head, int split,
                             int splits_in_use) {
     AttentionShared &merge = static_shared<AttentionShared>();
@@ -172,7 +172,7 @@ __device__ void merge_warps(const Attention &arguments, const WarpAttention &att
     }
     __syncthreads();
 
-    // Thread t has the outputs t, t + THREADS, ... of the GROUP * HEAD_DIM of a block.
+    // Thread t computes outputs t, t + THREADS, ... of the block's GROUP * HEAD_DIM.
     for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
         const int g = i / HEAD_DIM;
         const int dimension = i % HEAD_DIM;
@@ -218,23 +218,23 @@ __device__ void merge_warps(const Attention &arguments, const WarpAttention &att
     }
 }
 
-// A token attends to its own position and to those before it, which are in the cache. If tokens have a row each,
-// its own key and value need not be there yet: this kernel computes them and stores them.
+// A token attends to its own position and to earlier ones, which are in the cache. If each token has a row of its own,
+// its key and value need not be there yet: this kernel computes and stores them.
 //
-// The positions in the cache are split into equal parts (as in flash-decoding), a block each:
+// The cached positions are split into equal parts, one block each (as in flash-decoding):
 //
 //     token at 50      |split 0|                                splits 1, 2, ... exit at once
 //     token at 2,048   |  split 0  |  split 1  |  split 2  | ...
 //
 // So the grid does not depend on the lengths, but the work of a block does. Blocks (i, split) of higher splits come
-// last: if they exit, they do so beside others that work. A KV head with its GROUP query heads is shared by all warps
-// of a block. For short caches one warp has it, and there is one split. The last split begins with the
-// token's own position.
+// last, so that those that exit do so while others work. All warps of a block share a KV head with its GROUP query
+// heads. For short caches one warp computes it, and there is one split. The last split begins with the token's own
+// position.
 template <int SHARING_WARPS>
 __device__ void attend(const Attention &arguments) {
     constexpr int LOOP_POSITIONS = SHARING_WARPS * WARP_POSITIONS;
     constexpr int HEADS_OF_BLOCK = WARPS / SHARING_WARPS;
-    constexpr int BLOCKS = (KV_HEADS + HEADS_OF_BLOCK - 1) / HEADS_OF_BLOCK;     // of a split of a token
+    constexpr int BLOCKS = (KV_HEADS + HEADS_OF_BLOCK - 1) / HEADS_OF_BLOCK;     // for a split of a token
     const QkNormRopeStore &input = arguments.input;
     const int token = blockIdx.x / BLOCKS;
     const int kv_head = blockIdx.x % BLOCKS * HEADS_OF_BLOCK + warp_index() / SHARING_WARPS;
@@ -292,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTENTION_BLOCKS) attentio
     attend<WARPS>(arguments);
 }
 
-// For caches so short that a warp is enough for a KV head.
+// For short caches: one warp per KV head.
 extern "C" __global__ void __launch_bounds__(THREADS, ATTENTION_BLOCKS) short_attention(ShortAttention arguments) {
     attend<1>(arguments);
 }
@@ -300,12 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTENTION_BLOCKS) short_at
 
 // ---- Sampling
 
-// Score i of a thread belongs to this token.
+// The token that score i of a thread belongs to.
 __device__ int token_of_score(int i) {
     return i * SAMPLER_THREADS + threadIdx.x;
 }
 
-// The choice of a row.
+// Chooses the token of a row.
 template <int SCORE_BITS>
 __device__ int sample_row(const float (&score)[SCORES_PER_THREAD], const Sample &arguments, int row) {
     const bool greedy = arguments.greedy[row];
@@ -327,7 +327,7 @@ __device__ void load_logits(float (&score)[SCORES_PER_THREAD], const bf16 *logit
     }
 }
 
-// Block b has row b.
+// One block per row.
 extern "C" __global__ void __launch_bounds__(SAMPLER_THREADS) sample(Sample arguments) {
     const int row = blockIdx.x;
     float score[SCORES_PER_THREAD];
@@ -338,8 +338,8 @@ extern "C" __global__ void __launch_bounds__(SAMPLER_THREADS) sample(Sample argu
     }
 }
 
-// TalkerGraph.choose_token: the rules, the choice, and the new state. A row that may not advance is not
-// changed.
+// Rows.choose_token of cudagraph_talker.py: the rules, the choice, and the new state. Rows that may not advance keep
+// their state.
 extern "C" __global__ void __launch_bounds__(SAMPLER_THREADS) choose(Choose arguments) {
     const int row = blockIdx.x;
     if (!arguments.advance[row]) {

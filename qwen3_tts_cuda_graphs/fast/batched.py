@@ -1,9 +1,9 @@
-"""Tokens, each at its own position of a row, through a stack of decoder layers: four matrix products and
-four small kernels per layer (batched.cu), and one kernel to choose the tokens.
+"""A stack of decoder layers over tokens that are each at a position of their own: four matrix products and four small
+kernels per layer (batched.cu), and one kernel that chooses tokens.
 
 `BatchedStack` launches on torch's current stream, so that a graph can capture it. The kernels are compiled by NVRTC for
-this GPU and model. The model must have been through `replace_layers` (fast/layers.py):
-its `rotary_emb` returns cos and sin with the first half of sin negated. A stack must not run on two streams at once.
+this GPU and model. The model must have been through `replace_layers` (fast/layers.py): its `rotary_emb` returns cos and
+sin with the first half of sin negated. A stack must not run on two streams at once.
 
 Shapes: B tokens, H hidden size, S cache length, D head dimension, Q query heads, KV key-value heads, V vocabulary size.
 """
@@ -22,16 +22,16 @@ from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
 from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels, layer_sizes
 from qwen3_tts_cuda_graphs.fast.layers import concatenate, lookup_rope, rope_tables
 
-THREADS = 128  # of a block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
+THREADS = 128  # per block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
 SAMPLER_THREADS = 256
 WARP = 32  # threads
-SHORT_CACHE = 32  # positions: up to here a warp is enough for a KV head of a token
+SHORT_CACHE = 32  # positions: up to this length one warp computes a KV head of a token
 MIN_SPLIT_LENGTH = 64  # positions
-MIN_SPLIT_LENGTH_OF_MANY = 256  # where tokens fill the GPU without splits: merging them takes longer than it saves
+MIN_SPLIT_LENGTH_OF_MANY = 256  # where tokens fill the GPU anyway: merging shorter splits costs more than it saves
 MANY_TOKENS = 32
 ATTENTION_BLOCKS = 2048  # fills a GPU several times over, and is launched in a microsecond or two
 MAX_SPLITS = 32
-TOKENS_TO_SPLIT = range(32, 257)  # whose products are split
+TOKENS_TO_SPLIT = range(32, 257)  # numbers of tokens for which `product` splits its sums
 CAN_SPLIT = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 or newer: bfloat16 in, float32 out
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. The compiler checks names and order.
@@ -86,7 +86,7 @@ def kernel_sizes(model: Any) -> SimpleNamespace:
 
 
 def needs_of(model: Any) -> dict[str, bool]:
-    """What the kernels need of a stack of decoder layers, in words, and whether it is so."""
+    """What the kernels need of a stack of decoder layers, as text for messages, and whether it is so."""
     sizes = kernel_sizes(model)
     layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     linears = [linear for layer in model.layers for linear in matrices(layer)]
@@ -130,7 +130,7 @@ SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), KERNELS, kernel_sizes, ne
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x times a matrix with few outputs, (B, I), (H, I) -> (B, H), or its partial sums in float32, (partials, B, H).
 
-    cuBLAS splits such sums itself, to fill the GPU, and adds them in another kernel: `add_and_norm` can do it.
+    cuBLAS would split such sums itself, to fill the GPU, and add the parts in another kernel: `add_and_norm` adds them.
     """
     count, inputs = x.shape
     partials = 4 if count <= 128 else 2
@@ -138,7 +138,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     x = x.view(count, partials, -1).transpose(0, 1)
     weight = weight.view(len(weight), partials, -1).permute(1, 2, 0)
-    if not x.is_cuda:  # torch has the other on GPUs only
+    if not x.is_cuda:  # torch has `out_dtype` on GPUs only
         return torch.bmm(x.float(), weight.float())
     return torch.bmm(x, weight, out_dtype=torch.float32)
 
@@ -208,7 +208,7 @@ class BatchedStack(LayerKernels):
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
             qkv = F.linear(x, layer.qkv)
-            if may_share_rows:  # a token attends to keys of others, which must be in the cache before
+            if may_share_rows:  # tokens attend to keys of others, which must be in the cache first
                 self.qk_norm_rope_store(qkv, layer, positions, row_indices)
             heads = self.attention(qkv, layer, positions, row_indices, is_stored=may_share_rows)
             residual, x = self.add_and_norm(product(heads, layer.output), residual, layer.post_norm)
@@ -240,7 +240,7 @@ class BatchedStack(LayerKernels):
         self.launch("qk_norm_rope_store", grid, THREADS, **self.store_values(qkv, layer, positions, row_indices))
 
     def splits(self, count: int) -> tuple[int, int]:
-        """The maximum number of splits of a token's positions in attention, and the minimum length of one: few and long
+        """The maximum number of splits of a token's positions in attention, and the minimum length of a split: few long
         ones where many tokens fill the GPU anyway."""
         min_length = MIN_SPLIT_LENGTH if count < MANY_TOKENS else MIN_SPLIT_LENGTH_OF_MANY
         wanted = -(-ATTENTION_BLOCKS // (count * self.sizes.kv_heads))

@@ -1,6 +1,6 @@
 """The folder of the user's cache where compiled kernels are kept, and what Python has compiled. Needs Python alone.
 
-$QWEN3_TTS_KERNEL_CACHE names another folder, or is "off". What is in it is run: it must belong to this user and be
+$QWEN3_TTS_KERNEL_CACHE names another folder, or is "off". Its files are executed: they must belong to this user and be
 writable by no one else.
 """
 
@@ -35,7 +35,7 @@ def open_folder(*inside: str) -> Path | None:
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:
-    """PermissionError if another user can have written it. Windows has no such modes; there a home is its user's."""
+    """PermissionError if another user may have written it. Windows has no such modes; there a home is private."""
     if os.name == "posix" and status.st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to user {status.st_uid}, not to user {os.getuid()}")
     if os.name == "posix" and status.st_mode & 0o022:

@@ -5,7 +5,7 @@ layer the keys and values of its window. This state lives in static tensors with
 graphs of all chunk sizes and batch sizes share. Chunks of any sizes, joined, are the audio of the whole utterance.
 Everything runs on a CUDA stream of its own, beside the talker's.
 
-Shapes: B chunks, each of another row, T frames, C channels, H hidden size.
+Shapes: B chunks, each of a different row, T frames, C channels, H hidden size.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ CHUNK_SIZES = (32, 8, 4, 2, 1)
 BATCH_CHUNK_SIZES = CHUNK_SIZES[1:]  # of several utterances
 MAX_BATCH = 64  # utterances that are decoded together; more take much memory and are not faster
 
-# Full chunks of many rows are decoded while the next frames run, and leave multiprocessors to their products.
+# Full chunks of many rows are decoded while the next frames run, and leave multiprocessors free for those.
 MANY_ROWS = 32
 SHARE_BESIDE_FRAMES = 0.5
 
@@ -79,7 +79,7 @@ class Codec:
         self.row_states = [(position[row], [state[row] for state in others]) for row in range(row_count)]
         self.graphs = {
             (batch, size): self.capture(batch, size, pool)
-            for batch in reversed(self.batches)  # the largest first: the others fit into its memory
+            for batch in reversed(self.batches)  # the largest first: the others reuse its memory
             for size in (CHUNK_SIZES if batch == 1 else BATCH_CHUNK_SIZES)
         }
         torch._foreach_zero_(self.state)  # capturing has run each of them
@@ -177,7 +177,7 @@ class Codec:
         positions, others = zip(*(self.row_states[row] for row in row_indices))
         with self.on_own_stream():
             torch._foreach_zero_(positions)
-            torch._foreach_zero_([*itertools.chain(*others)])  # one kernel for many, as they have the same type
+            torch._foreach_zero_([*itertools.chain(*others)])  # one kernel for many tensors of the same dtype
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:
@@ -216,7 +216,7 @@ class Codec:
 
 
 class PendingAudio:
-    """Samples of a batch on their way to the host."""
+    """Samples of a batch that are being copied to the host."""
 
     def __init__(self, audio: torch.Tensor, done: torch.cuda.Event | None):
         self.audio = audio
@@ -226,7 +226,7 @@ class PendingAudio:
         return self.done is None or self.done.query()
 
     def views(self) -> np.ndarray:
-        """(B, samples) in the pinned memory of the batch, when they are there."""
+        """Wait for the samples: (B, samples) in the pinned memory of the batch."""
         if self.done:
             self.done.synchronize()
         return self.audio.numpy()

@@ -7,10 +7,10 @@
 //     CODEBOOK, CODE_DIM           entries of a codebook, and their size
 //     HIDDEN, INNER, EPSILON       of the transformer, and of its norms
 //     HEADS, WINDOW, RING          of its attention: positions that a query sees, and that are stored
-//     MAX_FRAMES                   of a chunk
+//     MAX_FRAMES                   most frames of a chunk
 //     LATENT, LATENT_EPSILON       channels of the ConvNeXt blocks, and the epsilon of their norm
 //     LAST                         channels of the last convolution's input
-//     THREADS                      of a block of activate, to_samples and silu_and_multiply
+//     THREADS                      per block of activate, to_samples and silu_and_multiply
 //
 // codec_kernels_reference.py has the kernels in a few lines of torch; add_and_norm and silu_and_multiply are in
 // layer_kernels.h. Values are rounded to bfloat16 where the model's own modules round them: after every product
@@ -41,13 +41,13 @@
 //     activate        product, bias                      SnakeBeta of their sum
 //     (GEMM)                                             product, for the next `activate`
 //
-// A causal convolution looks back at the columns before the first: `state` keeps them, P for each row.
-// `activate` writes them in front of the new columns, and keeps the last P columns for the next chunk.
+// A causal convolution reads P columns before the first new one: `state` keeps them for each row. `activate` writes
+// them in front of the new columns, and keeps the last P columns for the next chunk.
 //
 // A convolution with dilation D reads every D-th column. `activate` writes its input as D interleaved
-// sequences, sequence r of the columns r, r + D, r + 2 D, ..., so that a convolution without dilation computes
-// the same. All sequences are as long as the first; in shorter ones, the last column is never written and does
-// not count. The output is interleaved in the same way until the next `activate` restores the order.
+// sequences, sequence r with the columns r, r + D, r + 2 D, ..., so that a convolution without dilation computes
+// the same. All sequences have the length of the first; in those with fewer columns the last one is never written
+// and is ignored. The output is interleaved in the same way until the next `activate` restores the order.
 //
 // In the comments, a vector is 8 consecutive channels: 16 bytes, what a thread loads at once (uint4).
 
@@ -76,7 +76,7 @@ static_assert(LATENT <= 8192, "unsupported sizes: LATENT must be at most 8192");
 static_assert(LAST % 8 == 0, "unsupported sizes: LAST must be a multiple of 8");
 
 
-// ---- Arguments, a struct for each kernel. codec_kernels.py writes them and checks their layout when it compiles.
+// ---- Arguments, one struct for each kernel. codec_kernels.py writes them and checks their layout when it compiles.
 
 // A step whose pointer is null is skipped.
 struct EmbedCodes {
@@ -93,7 +93,7 @@ struct WindowAttention {
     const bf16 *qkv;                                  // (B, T, 3, HEADS, HEAD_DIM)
     const bf16 *cos;                                  // (B, T, HEAD_DIM)
     const bf16 *sin;                                  // (B, T, HEAD_DIM)
-    const i64 *positions;                             // (rows), of the first new frame
+    const i64 *positions;                             // (rows), position of the first new frame
     const i64 *row_indices;                           // (B)
     bf16 *keys;                                       // (rows, HEADS, RING, HEAD_DIM), position p at p % RING
     bf16 *values;                                     // (rows, HEADS, RING, HEAD_DIM)
@@ -115,9 +115,9 @@ struct Activate {
     u64 columns;                                      // L
     u64 state_columns;                                // P
     u64 vectors;                                      // C / 8
-    u64 x_sequences;                                  // of the interleaving of x, 1: none
-    u64 x_length;                                     // columns of each of them
-    u64 output_sequences;                             // of the interleaving of the output
+    u64 x_sequences;                                  // interleaved sequences of x, 1: none
+    u64 x_length;                                     // columns of each sequence
+    u64 output_sequences;                             // interleaved sequences of the output
     u64 output_length;
 };
 
@@ -156,7 +156,7 @@ __device__ uint4 rounded(Function function) {
 
 // ---- Codes
 
-// Block (t, b) has frame t of chunk b, thread i its vector i. A code outside of the codebook reads its last
+// Block (t, b) computes frame t of chunk b, thread i its vector i. A code outside of the codebook reads the last
 // entry.
 extern "C" __global__ void __launch_bounds__(CODE_VECTORS) embed_codes(EmbedCodes arguments) {
     const u64 frame = (u64)blockIdx.y * arguments.frames + blockIdx.x;
@@ -193,9 +193,9 @@ struct AttentionShared {
     float weights[ATTENTION_WARPS][32 * KEYS_PER_LANE];
 };
 
-// Block (h, b) has head h of chunk b; no other block reads or writes its keys and values. First it gathers the
-// keys of WINDOW - 1 positions before the chunk and those of the chunk, in the order of positions. Then each
-// warp has every ATTENTION_WARPS-th query: a lane has every 32nd key for the scores, and two dimensions of the
+// Block (h, b) computes head h of chunk b; no other block reads or writes its keys and values. First it gathers the
+// keys of WINDOW - 1 positions before the chunk and those of the chunk, in the order of positions. Then each warp
+// takes every ATTENTION_WARPS-th query: a lane computes the scores of every 32nd key, and two dimensions of the
 // output.
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention(WindowAttention arguments) {
     AttentionShared &in_shared = static_shared<AttentionShared>();
@@ -290,15 +290,15 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention
 
 // ---- Activation
 
-// The sine of a bfloat16 up to MAX_SHORT_ANGLE, or its negative: only the square is used. Less exact than sinf,
-// and a third of its instructions, but rounded to bfloat16 it is the same for every angle.
+// The sine of a bfloat16 up to MAX_SHORT_ANGLE, or its negative: only the square is used. It takes a third of sinf's
+// instructions and is less exact, but equal after rounding to bfloat16 for every angle.
 constexpr float MAX_SHORT_ANGLE = 65536;
 
 __device__ float short_sine(float angle) {
-    constexpr float ROUND = 3 << 22;                  // a float this large has no fraction
-    const float turns = fmaf(angle, 0.318309886f, ROUND) - ROUND;        // of pi
+    constexpr float ROUND = 3 << 22;                  // floats of this size have no fraction
+    const float turns = fmaf(angle, 0.318309886f, ROUND) - ROUND;        // multiples of pi
     const float high = fmaf(turns, -3.14159274f, angle);
-    const float rest = fmaf(turns, 8.74227766e-8f, high);                // of the angle, up to pi / 2
+    const float rest = fmaf(turns, 8.74227766e-8f, high);                // of the angle, at most pi / 2
     const float square = rest * rest;
     const float series = fmaf(fmaf(-0.000185405667f, square, 0.00831422529f), square, -0.1666585f);
     return fmaf(rest * square, series, rest);
@@ -317,7 +317,7 @@ __device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
-// The index of column `column` of chunk `chunk`, which is interleaved in `sequences` of `length` columns.
+// The index of a column of a chunk that is interleaved in `sequences` of `length` columns.
 __device__ u64 interleaved(u32 chunk, u32 column, u32 sequences, u32 length) {
     if (sequences == 1) {
         return (u64)chunk * length + column;
@@ -325,7 +325,7 @@ __device__ u64 interleaved(u32 chunk, u32 column, u32 sequences, u32 length) {
     return ((u64)chunk * sequences + column % sequences) * length + column / sequences;
 }
 
-// SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
+// SnakeBeta of the sum (x + bias) * scale + residual, for one vector of a column.
 __device__ uint4 activated(const Activate &arguments, u32 chunk, u32 column, u32 channel, bool store_sum) {
     const u32 vectors = arguments.vectors;
     const u64 vector = ((u64)chunk * arguments.columns + column) * vectors + channel;
@@ -349,8 +349,8 @@ __device__ uint4 activated(const Activate &arguments, u32 chunk, u32 column, u32
     return x;
 }
 
-// Block (i, b) has a part of chunk b. The first blocks, THREADS / P channel vectors each, have the columns of the
-// state, a thread for each vector; the others have the new columns, THREADS vectors each.
+// Block (i, b) computes a part of chunk b, one vector per thread. The first blocks take the columns of the state,
+// THREADS / P channel vectors each; the others take the new columns, THREADS vectors each.
 extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate arguments) {
     const u32 chunk = blockIdx.y;
     const u32 vectors = arguments.vectors;
@@ -373,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
         return;
     }
 
-    // All of the old state is read before any of it is overwritten: the block has all columns of its channels.
+    // The whole old state is read before any of it is overwritten: the block has all columns of its channels.
     const u32 column = threadIdx.x / channels_of_block;
     const u32 channel = blockIdx.x * channels_of_block + threadIdx.x % channels_of_block;
     const bool in_use = column < state_columns && channel < vectors;
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     uint4 before;
     uint4 next;
     if (in_use) {
-        const u32 next_column = columns + column;     // of state and new columns, joined
+        const u32 next_column = columns + column;     // in state and new columns, joined
         before = state[column * vectors + channel];
         next = next_column < state_columns
                    ? state[next_column * vectors + channel]
@@ -402,7 +402,7 @@ struct LatentShared {
     float squares[LATENT_WARPS];
 };
 
-// Block (t, b) has column t of chunk b, thread i its vector i. The convolution is rounded once, and so is the
+// Block (t, b) computes column t of chunk b, thread i its vector i. The convolution is rounded once, and so is the
 // norm.
 extern "C" __global__ void __launch_bounds__(LATENT_VECTORS) depthwise_norm(DepthwiseNorm arguments) {
     LatentShared &in_shared = static_shared<LatentShared>();
@@ -448,9 +448,9 @@ struct SamplesShared {
     uint4 weight[TAPS][LAST_VECTORS];
 };
 
-// Block (i, b) has BLOCK_SAMPLES samples of chunk b, from i * BLOCK_SAMPLES on. Two neighbouring threads have a
-// sample: one sums over the even vectors, the other over the odd ones. Rounded before and after the bias is
-// added.
+// Block (i, b) computes BLOCK_SAMPLES samples of chunk b, from i * BLOCK_SAMPLES on. Two neighbouring threads compute
+// a sample: one sums over the even vectors, the other over the odd ones. The sum is rounded before and after the
+// bias is added.
 extern "C" __global__ void __launch_bounds__(THREADS) to_samples(ToSamples arguments) {
     SamplesShared &in_shared = static_shared<SamplesShared>();
     const u32 columns = arguments.columns;

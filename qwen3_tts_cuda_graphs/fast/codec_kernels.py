@@ -19,10 +19,10 @@ from qwen3_tts_cuda_graphs.fast import layer_kernels, nvrtc
 from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
 from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels
 
-THREADS = 256  # of a block of activate, to_samples and silu_and_multiply
+THREADS = 256  # per block of activate, to_samples and silu_and_multiply
 ATTENTION_THREADS = 128
 HEAD_DIM = 64
-MAX_FRAMES = 64  # of a chunk
+MAX_FRAMES = 64  # per chunk
 SPARE_COLUMNS = 8  # allocated behind the output of `activate`
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. The compiler checks names and order.
@@ -75,7 +75,7 @@ def kernel_sizes(decoder: Any) -> SimpleNamespace:
 
 
 def needs_of(decoder: Any) -> dict[str, bool]:
-    """What the kernels need of a decoder, in words, and whether it is so."""
+    """What the kernels need of a decoder, as text for messages, and whether it is so."""
     config = decoder.config
     sizes = kernel_sizes(decoder)
     convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
@@ -108,7 +108,7 @@ def needs_of(decoder: Any) -> dict[str, bool]:
 
 
 def stored_columns(module: Any) -> int:
-    """Columns before its input that a causal convolution looks back at."""
+    """How many columns before its input a causal convolution reads."""
     if isinstance(module.conv, nn.ConvTranspose1d):
         return module.right_pad // module.conv.stride[0]
     return module.padding
@@ -125,7 +125,7 @@ SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), KERNELS, kernel_sizes, ne
 class PendingSum:
     """The sum that `activate` computes, (x + bias) * scale + residual. A term that is None is skipped."""
 
-    x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C); or longer, then the rest does not count
+    x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C); columns from L on are ignored
     bias: Tensor | None = None
     scale: Tensor | None = None
     residual: Tensor | None = None  # (B, L, C)
@@ -147,7 +147,7 @@ class Snake:
 
 
 class CodecKernels(LayerKernels):
-    """`get_row_indices` returns the row of each chunk of the current batch in the state: (B)"""
+    """`get_row_indices` returns the rows of the state that the chunks of the current batch use: (B)"""
 
     def __init__(self, decoder: Any, get_row_indices: Callable[[], Tensor], kernels: nvrtc.Kernels | None = None):
         sizes, kernels = (kernel_sizes(decoder), kernels) if kernels else SOURCE.compile(decoder)
@@ -220,7 +220,7 @@ class CodecKernels(LayerKernels):
             blocks += -(-vectors // (THREADS // state_columns))
         total = x.new_empty(count, columns, channels) if keep_sum else None
         shape = (length,) if dilation == 1 else (dilation, length)
-        # Spare columns: what `convolve` computes of them does not count.
+        # `convolve` reads the spare columns, too, and ignores what it computes from them.
         output = x.new_empty(count * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
         self.launch(
             "activate",

@@ -15,7 +15,7 @@ from qwen3_tts_cuda_graphs.fast.kernels import one_line
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.paths import choose_path, path_without
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, batch_sizes
-from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
+from qwen3_tts_cuda_graphs.fast.self_test import PROMPTS, run_test
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
@@ -33,17 +33,17 @@ class GraphSet:
             self.pool.stream = torch.cuda.Stream(talker.device, FRAME_PRIORITY)
         self.sizes = batch_sizes(row_count)
         self.by_size: dict[int, PlainGraphs] = {}
-        uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
+        uses_megakernel, self.path = choose_path(talker, fused)  # the path's name, for messages
         if uses_megakernel:
             self.use_megakernel(fused)
-        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+        for size in reversed(self.sizes):  # the largest first: the others reuse its memory
             log.info("capturing frames of %d %s", size, "row" if size == 1 else "rows")
             if size in self.by_size:  # the megakernel's, which were tested without being captured
                 self.by_size[size].capture(self.pool)
             self.of(size)
 
     def of(self, row_count: int) -> PlainGraphs:
-        """Those of the smallest size with room for so many rows. After `why_stopped` they may be captured now."""
+        """The graphs of the smallest size with room for this many rows, captured now if `why_stopped` removed them."""
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.by_size:
             like = next(iter(self.by_size.values()), None)
@@ -52,7 +52,7 @@ class GraphSet:
         return self.by_size[size]
 
     def reads_masked_positions(self) -> bool:
-        """Whether any of them runs SDPA over the whole cache: positions that are masked must then be finite."""
+        """Whether any of the graphs runs SDPA over the whole cache: masked positions must then be finite."""
         return not all(isinstance(self.by_size.get(size), KernelGraphs | MegakernelGraphs) for size in self.sizes)
 
     def use_megakernel(self, fused: bool | None) -> None:
@@ -73,7 +73,7 @@ class GraphSet:
         for size in sizes[1:]:
             try:
                 graphs = MegakernelGraphs(self.talker, self.rows[:size], like=alone)
-                reason = why_rows_wrong(graphs, alone)
+                reason, _ = run_test(graphs, PROMPTS, frames=1, choices=4)
             except torch.OutOfMemoryError:
                 raise
             except (OSError, RuntimeError) as error:  # too few multiprocessors for this many rows, for instance
@@ -85,8 +85,8 @@ class GraphSet:
                 self.by_size[size] = graphs
 
     def why_stopped(self) -> str:
-        """Why a kernel gave up whose thread blocks wait for each other, in a step that has ended; empty if none did.
-        If one did, all further frames run on kernels that do not wait."""
+        """Why a kernel whose thread blocks wait for each other has given up, in a step that has ended; empty if none
+        has. After that, all frames run on kernels that do not wait."""
         launches = [launch for graphs in self.by_size.values() for launch in graphs.waiting_launches]
         reasons = [f"{launch.name} has stopped: {why}" for launch in launches if (why := launch.why_failed())]
         if not reasons:

@@ -9,7 +9,7 @@ using u32 = unsigned;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Attention's score of a key that does not count. Finite: the difference of two such scores is no NaN.
+// Attention's score of a masked key. Finite, because the difference of two infinite scores is NaN.
 constexpr float LOWEST_SCORE = -1e30f;
 
 // For the checks of struct layouts that kernels.py appends. NVRTC of CUDA 12 does not know __builtin_offsetof.
@@ -26,8 +26,8 @@ constexpr float LOWEST_SCORE = -1e30f;
 
 #ifndef ON_CPU
 
-// The shared memory of a block, as the one type T that its kernel has there: declared by the kernel, or of the
-// size that the launch asks for.
+// The shared memory of a block as a T, the only object that its kernel keeps there: declared by the kernel, or of
+// the size that the launch asks for.
 template <class T>
 __device__ T &static_shared() {
     __shared__ T memory;
@@ -54,8 +54,8 @@ __device__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
     return result;
 }
 
-// D[16][8] += A[16][16] * B[16][8]. Lane 4 r + q has of A the rows r and r + 8 at k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of
-// B column r at the same k; of D the rows r and r + 8 of the columns 2 q and 2 q + 1.
+// D[16][8] += A[16][16] * B[16][8]. Lane 4 r + q holds rows r and r + 8 of A at k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9;
+// column r of B at the same k; rows r and r + 8 of D in columns 2 q and 2 q + 1.
 __device__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -178,14 +178,14 @@ __device__ float warp_max(float x) {
     return x;
 }
 
-// The vector that another lane of the warp has.
+// The vector of another lane of the warp.
 __device__ uint4 from_lane(uint4 x, int lane) {
     return for_each_pair(x, x, [&](u32 pair, u32) { return __shfl_sync(~0u, pair, lane); });
 }
 
-// Combines a value over the warps of a block. One lane of each warp, for which `writes` is true, passes its
-// value on. Every thread gets the result. There is one barrier, so of_warp must not be what the previous call
-// used, unless there was another barrier in between: slow threads may still read it.
+// Combines a value over the warps of a block. The lane of each warp for which `writes` is true contributes its
+// value. Every thread gets the result. There is only one barrier: of_warp must not be the memory of the previous
+// call, which slow threads may still read, unless there was another barrier in between.
 template <int WARPS, class T, class Combine, class Barrier>
 __device__ T combine_warps(T x, T (&of_warp)[WARPS], bool writes, Combine combine, Barrier barrier) {
     if (writes) {
@@ -221,7 +221,7 @@ __device__ Vector normalize(Vector x, float factor, Vector weight) {
     return multiply(pack(y), weight);
 }
 
-// Norm and RoPE of a head that is spread over LANES lanes, a vector each. RoPE pairs dimension d with dimension
+// Norm and RoPE of a head that is spread over LANES lanes, one vector each. RoPE pairs dimension d with dimension
 // (d + size / 2) % size, which is LANES / 2 lanes away. The first half of sin is negated.
 template <int LANES, class Vector>
 __device__ Vector norm_and_rope(Vector x, Vector weight, Vector cos, Vector sin, float epsilon) {
@@ -234,15 +234,15 @@ __device__ Vector norm_and_rope(Vector x, Vector weight, Vector cos, Vector sin,
     return add(multiply(normalized, cos), multiply(partner, sin));
 }
 
-// What attention has computed of some positions: their highest score, the sum of their weights exp(score -
-// best), and the sum of one dimension of their values times these weights.
+// The result of attention over some positions: their highest score, the sum of their weights exp(score - best),
+// and one dimension of the sum of their values times these weights.
 struct PartialAttention {
     float best;
     float weight;
     float sum;
 };
 
-// All positions together. part(i) is a PartialAttention.
+// Merges the results of all parts. part(i) is a PartialAttention.
 template <class Part>
 __device__ PartialAttention merge_attention(int parts, Part part) {
     float best = LOWEST_SCORE;

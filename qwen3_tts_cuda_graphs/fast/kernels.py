@@ -38,7 +38,7 @@ class CudaSource:
     ):
         """
         sizes_of: subject -> the constants that the file is compiled with, there in capitals
-        needs_of: subject -> what it takes besides the GPU, in words, and whether it is there
+        needs_of: subject -> what the kernels need besides the GPU, as text for messages, and whether it is there
         structs_of: sizes -> the fields of the file's structs, which the compiler checks
         checks_of: sizes -> more for the compiler to check
         architecture_suffix: "a" for instructions of one compute capability only
@@ -81,7 +81,7 @@ class CudaSource:
                 kernel_cache.start_compiling(source, self.architecture_of(subject.device))
 
     def why_not(self, *subjects: Any) -> str:
-        """What keeps the kernels from running these, in words; empty if nothing does: then they are compiled."""
+        """Why the kernels cannot run these subjects; empty if they can: then they are compiled."""
         if reason := self.why_unsupported(*subjects):
             return reason
         try:
@@ -94,11 +94,11 @@ class CudaSource:
         return reason
 
     def unmet(self, subject: Any) -> str:
-        """The first of its needs that is not met, as a sentence."""
+        """The first need that is not met, as a sentence; empty if all are."""
         return next((f"the kernels need {need}" for need, is_met in self.needs_of(subject).items() if not is_met), "")
 
     def why_unsupported(self, *subjects: Any) -> str:
-        """`why_not` before compiling."""
+        """The reasons of `why_not` that are known without compiling."""
         for subject in subjects:
             if subject.device.type != "cuda" or torch.version.hip:
                 return "the model is not on an NVIDIA GPU"
@@ -115,12 +115,10 @@ class CudaSource:
 
 @functools.cache
 def load_kernels(
-    source: str, kernels: tuple[str, ...], device: torch.device, shared_bytes: int = 0, architecture: str | None = None
+    source: str, kernels: tuple[str, ...], device: torch.device, shared_bytes: int, architecture: str
 ) -> nvrtc.Kernels:
-    """The kernels of a complete source, compiled and loaded once per process. `architecture` as in
-    nvrtc.compile_source, by default the GPU's own."""
-    cubin = kernel_cache.compile_source(source, architecture or nvrtc.architecture_of(device))
-    return nvrtc.Kernels(cubin, kernels, device, shared_bytes)
+    """The kernels of a complete source, compiled and loaded once per process."""
+    return nvrtc.Kernels(kernel_cache.compile_source(source, architecture), kernels, device, shared_bytes)
 
 
 def one_line(error: Exception) -> str:
@@ -128,8 +126,8 @@ def one_line(error: Exception) -> str:
 
 
 def include_headers(source: str, name: str) -> str:
-    """The source of the file `name` with the headers in place of its #include lines. The compiler's messages have the
-    names and lines of the files."""
+    """The source of the file `name` with the headers in place of its #include lines. #line directives keep the files'
+    names and lines in the compiler's messages."""
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(source.splitlines(), start=1):
         if include := re.fullmatch(r'#include "(.+)"', line):

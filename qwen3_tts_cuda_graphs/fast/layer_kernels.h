@@ -10,9 +10,9 @@ static_assert(INNER % 8 == 0, "unsupported sizes: INNER must be a multiple of 8"
 
 struct AddAndNorm {
     const uint4 *x;                                   // (B, HIDDEN), or null
-    const Eight *partials;                            // (count, B, HIDDEN), float32; their sum is x, or null
-    u64 count;                                        // of partial sums
-    u64 partial_vectors;                              // of each of them
+    const Eight *partials;                            // (count, B, HIDDEN), float32, whose sum is x; or null
+    u64 count;                                        // partial sums
+    u64 partial_vectors;                              // vectors of a partial sum
     const uint4 *scale;                               // (HIDDEN), or null
     const uint4 *residual;                            // (B, HIDDEN), or null
     const uint4 *weight;                              // (HIDDEN)
@@ -23,14 +23,14 @@ struct AddAndNorm {
 struct SiluAndMultiply {
     const uint4 *gate_up;                             // (B, 2, INNER)
     uint4 *inner;                                     // (B, INNER)
-    u64 vectors;                                      // of all of `inner`
+    u64 vectors;                                      // in all of `inner`
 };
 
 struct NormShared {
     float squares[HIDDEN_VECTORS / 32];               // of each warp
 };
 
-// A product whose sum was split: rounded once, as if it had not been. `vector` counts those of one partial sum.
+// A matrix product in partial sums (split-K), added and rounded once. `vector` is an index into one partial sum.
 __device__ uint4 sum_of_partials(const AddAndNorm &arguments, u64 vector) {
     Eight sum = {};
 #pragma unroll 4
@@ -44,7 +44,8 @@ __device__ uint4 sum_of_partials(const AddAndNorm &arguments, u64 vector) {
     return pack(sum);
 }
 
-// x * scale + residual, rounded after both, and its RMS norm. Block b has entry b, thread t its vector t.
+// x * scale + residual, rounded after both operations, and its RMS norm. Block b computes entry b, thread t its
+// vector t.
 extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAndNorm arguments) {
     const u64 vector = (u64)blockIdx.x * HIDDEN_VECTORS + threadIdx.x;
     const uint4 weight = arguments.weight[threadIdx.x];
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAnd
     arguments.normalized[vector] = normalize(sum, rsqrtf(squares / HIDDEN + EPSILON), weight);
 }
 
-// silu(gate) is rounded, and so is its product with up. Thread t of all blocks has vector t of `inner`.
+// silu(gate) is rounded, and so is its product with up. One thread per vector of `inner`.
 extern "C" __global__ void __launch_bounds__(THREADS) silu_and_multiply(SiluAndMultiply arguments) {
     const u64 vector = (u64)blockIdx.x * THREADS + threadIdx.x;
     if (vector >= arguments.vectors) {

@@ -41,7 +41,7 @@ def replace_layers(talker, max_seq_len: int) -> list[torch.Tensor]:
     The three rows of the talker's multimodal RoPE (time, height, width) are equal in speech, so the predictor's plain
     RoPE serves both. Returns the new tensors; keep them for as long as a captured graph may read them.
     """
-    # One table for all codes. Now, as the megakernel will keep the tables' addresses.
+    # One table for all codes, made before the megakernel keeps the tables' addresses.
     concatenate(*talker.code_predictor.get_input_embeddings())
     keepalive = []
     rotary = type(talker.code_predictor.model.rotary_emb)

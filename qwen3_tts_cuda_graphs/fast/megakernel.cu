@@ -37,12 +37,12 @@
 //
 // After the last layer come the final norm and a head, as in phase 1: VOCAB / GRID rows per block, written to
 // `logits`, which the sampler reads. The first ATTENTION_BLOCKS blocks do phases 2 and 3. The predictor
-// attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is skipped. So it is
-// in the talker as long as it attends to at most FEW_POSITIONS, which saves an exchange.
+// attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is skipped. The talker
+// skips it, too, as long as it attends to at most FEW_POSITIONS: that saves an exchange.
 //
-// A pass through the layers has a token of each row, and reads the weights once for all of them. The
-// predictor's first pass has two of each row, the talker's hidden state and the frame's first code, unless
-// these are more than 4 together. Token t is of row t % ROWS.
+// A pass runs a token of each row through the layers and reads the weights once for all rows. The predictor's
+// first pass has two tokens of each row, the talker's hidden state and the frame's first code, unless that is
+// more than 4 tokens in all. Token t belongs to row t % ROWS.
 //
 // There is no grid-wide barrier between phases. Each value in Exchange carries an epoch tag; readers spin
 // until it matches (as in NCCL's LL protocol):
@@ -60,11 +60,11 @@
 // what passes through L2. There they are packed, two bfloat16 to 4 bytes, without tags:
 //
 //     epoch               e    e + 1    e + 2    e + 3        0xffff, a NaN that no rounding to bfloat16 returns,
-//     written to buffer   0      1        2        3          means that a value is not there yet. Who writes a
-//     empties buffer      2      3        0        1          value also empties its place two epochs ahead.
+//     written to buffer   0      1        2        3          means that a value is not there yet. The thread that
+//     empties buffer      2      3        0        1          writes a value also empties its place two epochs ahead.
 //
-// What is emptied is two epochs old and has no reader left. A block looks there only two layers later, after it has
-// received values from all blocks that they wrote after a fence behind those stores.
+// The values that are emptied are two epochs old and have no reader left. A block reads an emptied place only two
+// layers later. By then it has received, from every block, values that were written behind a fence after emptying.
 //
 // Every wait has a time limit. A thread that still waits WAIT_LIMIT_NS after the start of the launch sets
 // `failed`; then every wait of every block ends at its next check, and all blocks run to their end with the
@@ -86,7 +86,7 @@
 //                          release 0  release 1                       release 2  release 3
 //
 // Consumers load the first stages of the next matrix into registers before they wait for other blocks: once the
-// vector has come, it only has to be multiplied.
+// vector has arrived, it only has to be multiplied.
 //
 //     full[s]    8 producers arrive, each with the 2048 bytes it expects: the stage may be used
 //                (without bulk copies, 32 producers arrive, each when its copies are complete)
@@ -115,15 +115,15 @@
 // are not used.
 //
 // B has room for the vectors of four tokens, in columns 0 and 1, 2 and 3, 4 and 5, 6 and 7: lane l holds that
-// of token l / 8, and its d0 and d3 are of token q. With fewer tokens the others are for other columns of x: B
-// then has the quads of SLOTS = 4 / TOKENS mma steps, so that no two lanes hold the same quad,
+// of token l / 8, and its d0 and d3 belong to token q. With fewer tokens, the free columns of B take other columns
+// of x: B then has the quads of SLOTS = 4 / TOKENS mma steps, so that no two lanes hold the same quad,
 //
 //     lane l      token l / 8 % TOKENS,  slot l / 8 / TOKENS: of the steps with step % SLOTS == slot
 //     d0 and d3   token q % TOKENS,      slot q / TOKENS
 //
-// and each of these steps has a D of its own, of which only the columns of its slot are used. More tokens than four
-// are groups of four: the weights that a lane has loaded are multiplied by the B of each group, and a lane holds the
-// vector of one token of each.
+// and each of these steps has a D of its own, of which only the columns of its slot are used. More than four tokens
+// are processed in groups of four: the weights that a lane has loaded are multiplied by the B of each group, and a
+// lane holds the vector of one token of each group.
 
 #include "kernels.h"
 #include "barriers.h"
@@ -141,10 +141,10 @@ constexpr int STAGE_ROW_BYTES = STAGE_COLUMNS * 2;
 constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps of 32 columns for each warp
 
 constexpr bool IS_TALKER = CODES == 1;
-constexpr int MMA_TOKENS = 4;                                       // whose vectors operand B has room for
+constexpr int MMA_TOKENS = 4;                                       // tokens whose vectors fit into operand B
 // Positions of a row in the predictor's first pass.
 constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * ROWS <= MMA_TOKENS ? 2 : 1;
-constexpr int MAX_TOKENS = FIRST_POSITIONS * ROWS;                  // of a pass
+constexpr int MAX_TOKENS = FIRST_POSITIONS * ROWS;                  // in a pass
 constexpr int CODE_SLOTS = ROWS < 4 ? 4 : ROWS;                     // codes are received in quads
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
@@ -164,8 +164,8 @@ __device__ constexpr int max_splits() {
 }
 constexpr int SPLITS = IS_TALKER ? max_splits() : 1;
 
-// To few positions, a block of the talker attends for one head and 1/HEAD_SLICES of its dimensions, if there are
-// blocks enough for that; else HEAD_SLICES is 0. It is 0 for an odd number of layers, too: see the tags below.
+// With few positions, a block of the talker computes one head and 1/HEAD_SLICES of its dimensions, if there are
+// enough blocks for that; else HEAD_SLICES is 0. It is also 0 for an odd number of layers: see the tags below.
 __device__ constexpr int head_slices() {
     const int blocks = GROUPS * SPLITS;               // for each row
     if (!IS_TALKER || LAYERS % 2 == 1) {
@@ -174,7 +174,7 @@ __device__ constexpr int head_slices() {
     return 4 * HEADS <= blocks ? 4 : 2 * HEADS <= blocks ? 2 : HEADS <= blocks && ROWS == 1 ? 1 : 0;
 }
 constexpr int HEAD_SLICES = head_slices();
-constexpr int FEW_GROUPS = 4;                                       // of 8 positions, in each warp
+constexpr int FEW_GROUPS = 4;                                       // groups of 8 positions per warp
 constexpr int FEW_POSITIONS = HEAD_SLICES > 0 ? FEW_GROUPS * 8 * WARPS : -1;
 constexpr int ATTENTION_BLOCKS = ROWS * GROUPS * SPLITS;
 constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between two positions of the same warp
@@ -182,29 +182,29 @@ constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and 
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;                // in the sampler
 
 // How the vectors that all blocks read are exchanged, see the top.
-constexpr bool PACKED = ROWS > MMA_TOKENS;                          // then all passes have the same tokens
+constexpr bool PACKED = ROWS > MMA_TOKENS;                          // then every pass has the same number of tokens
 constexpr int BUFFERS = PACKED ? 4 : 1;
 constexpr int VALUES_PER_WORD = PACKED ? 2 : 1;
-constexpr u32 EMPTY = 0xffff;                                       // a NaN; those that we compute are 0x7fff
+constexpr u32 EMPTY = 0xffff;                                       // a NaN; the NaNs that are computed are 0x7fff
 
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
 // are best for one row, one is 4 % slower; for eight rows one is best, four are 3 % slower.
 constexpr int REPLICAS = PACKED ? 1 : 4;
-constexpr int LOGITS_COPIES = ROWS == 1 ? REPLICAS : 1;             // those of several have one reader each
+constexpr int LOGITS_COPIES = ROWS == 1 ? REPLICAS : 1;             // with several rows, each has one reader
 
 // Upper limits of the rows of a matrix that one block has, see Share.
 template <int MATRIX_ROWS>
 constexpr int MAX_ROWS_PER_SLICE = (MATRIX_ROWS / SLICES + GRID - 1) / GRID;
 template <int MATRIX_ROWS>
 constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<MATRIX_ROWS>;
-constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it begins in Shared::partial
+constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where that region of Shared::partial begins
 
-// Stages of a matrix that are in registers before its vector has come. More would spill.
+// Stages of a matrix that are loaded into registers before its vector arrives. More would spill.
 template <int TOKENS>
 constexpr int REGISTER_STAGES = TOKENS >= MMA_TOKENS ? 0 : 5;
 
-// The input of down_proj is received and multiplied in panels of so many columns that all tokens' values of one fit
-// into the registers.
+// The input of down_proj is received and multiplied in panels of this many columns, so that the values of all tokens
+// in a panel fit into the registers.
 constexpr int PANEL_COLUMNS = ROWS <= MMA_TOKENS ? INNER : ROWS == 8 && INNER % 3072 == 0 ? 3072 : 1024;
 
 // Fraction of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By
@@ -221,7 +221,7 @@ constexpr float L2_KEEP_FRACTION = HALF_L2_FRACTION < MIN_FRACTION ? MIN_FRACTIO
 // How long a launch may last before its waits time out. The longest takes about 60 ms on GPUs with slow memory,
 // and other programs may use the GPU at the same time.
 constexpr u64 WAIT_LIMIT_NS = 2'000'000'000;
-constexpr u32 SPINS_PER_CHECK = 64;                                 // loop iterations between looks at the clock
+constexpr u32 SPINS_PER_CHECK = 64;                                 // loop iterations between reads of the clock
 
 static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
 static_assert(!IS_TALKER || TALKER_HIDDEN == HIDDEN, "unsupported sizes: TALKER_HIDDEN must be the talker's");
@@ -229,8 +229,8 @@ static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8 || ROWS == 16,
               "unsupported sizes: ROWS must be 1, 2, 4, 8 or 16");
 
 // Tags repeat every 2^16 layers. Each value is rewritten in every launch, so a stale one cannot match as long
-// as a launch has fewer layers than that. Only `splits` may be older, of the last layer of any launch before: with
-// an even number of layers that is an even epoch, and the first layer, which rewrites them, has an odd one.
+// as a launch has fewer layers than that. Only `splits` may be older, from the last layer of any earlier launch:
+// with an even number of layers that epoch is even, and the first layer, which rewrites them, has an odd one.
 static_assert(LAYERS * (CODES + 1) < 1 << 16, "unsupported sizes: LAYERS * (CODES + 1) must be below 65536");
 
 // Each lane has 4 dimensions of a head, and each of the 256 consumers one output of at most 2 query heads.
@@ -243,7 +243,7 @@ static_assert(INNER % STAGE_COLUMNS == 0, "unsupported sizes: INNER must be a mu
 static_assert(QUERY_SIZE % STAGE_COLUMNS == 0,
               "unsupported sizes: HEADS * HEAD_DIM must be a multiple of 1024");
 
-// Only the rows of down_proj are so long that they are copied in panels.
+// Rows of INNER columns are copied in panels: only down_proj may have such rows.
 static_assert(PANEL_COLUMNS == INNER || (HIDDEN < INNER && QUERY_SIZE < INNER),
               "unsupported sizes: for 8 rows INNER must be more than HIDDEN and HEADS * HEAD_DIM");
 
@@ -267,7 +267,7 @@ static_assert(MAX_ROWS<QKV_SIZE> <= SECOND_REGION,
               "unsupported sizes: the rows of q, k, v must be at most 2 * INNER");
 static_assert(MAX_ROWS<VOCAB> <= SECOND_REGION, "unsupported sizes: VOCAB must be at most 2 * INNER");
 
-// Attention has a block for each row and KV head, at least.
+// Attention needs at least one block for each row and KV head.
 static_assert(GRID >= ROWS * KV_HEADS, "unsupported sizes: GRID must be at least ROWS * KV_HEADS");
 
 // The predictor's last phase has a thread for each element of the talker's hidden states.
@@ -328,14 +328,14 @@ struct Arguments {
     const bf16 *first_input;                          // (ROWS, HIDDEN), the hidden states, projected
     const bf16 *const *code_inputs;                   // CODES + 1 tables (codes, HIDDEN), projected
     const bf16 *const *code_embeddings;               // CODES + 1 tables (codes, TALKER_HIDDEN)
-    u64 frames;                                       // of each of the next two
+    u64 frames;                                       // in each of the next two
     const bf16 *text;                                 // (ROWS, frames, TALKER_HIDDEN)
     u64 *codes;                                       // (ROWS, frames, CODES + 1)
 #endif
 };
 
-// What blocks send each other. Each u32 is epoch << 16 | bfloat16; if PACKED, it is two bfloat16 in the vectors
-// that are in the order of place_of.
+// The values that blocks send each other. Each u32 is epoch << 16 | bfloat16; if PACKED, it is two bfloat16 in the
+// vectors that are in the order of place_of.
 struct Activations {                                  // of one token, in the order of place_of, but for qkv
     u32 hidden[HIDDEN / VALUES_PER_WORD];             // residual stream after the MLP
     u32 post_attention[HIDDEN / VALUES_PER_WORD];     // residual stream after attention
@@ -344,13 +344,13 @@ struct Activations {                                  // of one token, in the or
     u32 inner[INNER / VALUES_PER_WORD];               // input of down_proj
 };
 
-// Every replica begins a cache line; by measurement on an H200, 16 bytes off make a step 8 % slower.
+// Every replica begins at a cache line: by measurement on an H200, an offset of 16 bytes makes a step 8 % slower.
 struct alignas(128) Exchange {
     u32 logits[ROWS][CODES][VOCAB];
     Activations tokens[BUFFERS][MAX_TOKENS];
     u32 splits[ROWS][HEADS][SPLITS][HEAD_DIM][4];     // output and log-sum-exp, each as two bfloat16
-    u32 codes[CODE_SLOTS];                            // the chosen codes, as integers; entry i is of row
-                                                      // i % ROWS
+    u32 codes[CODE_SLOTS];                            // the chosen codes, as integers; entry i belongs to
+                                                      // row i % ROWS
 };
 static_assert(OFFSET_OF(Exchange, logits) == 0, "megakernel.py reads the logits at the start of Exchange");
 static_assert(OFFSET_OF(Exchange, tokens) == sizeof(u32) * ROWS * CODES * VOCAB,
@@ -385,8 +385,8 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) + 2 * sizeof(Stage) <= SHARED_BYTES,
               "unsupported sizes: SHARED_BYTES is too small for two stages of weights");
 constexpr int STAGES = (SHARED_BYTES - sizeof(Shared)) / sizeof(Stage);
-// Stages that are on their way from memory at a time. By measurement on an H200, for one row: more than two make
-// what the blocks exchange wait, by 4 %; but layers that keep the memory busy all the time need five.
+// Stages that may be in flight from memory at a time. By measurement on an H200, for one row: more than two slow the
+// exchange between blocks down by 4 %; but layers that keep the memory busy all the time need five.
 constexpr int MAX_ON_THEIR_WAY = !BULK_COPIES || ROWS > 1 ? STAGES : HIDDEN > 1024 ? 5 : 2;
 constexpr int STAGES_ON_THEIR_WAY = MAX_ON_THEIR_WAY < STAGES ? MAX_ON_THEIR_WAY : STAGES;
 static_assert(STAGES <= CONSUMERS + PRODUCERS,
@@ -394,7 +394,7 @@ static_assert(STAGES <= CONSUMERS + PRODUCERS,
 static_assert(sizeof(Stage) % 16 == 0, "bulk copies go to multiples of 16 bytes");
 
 
-// ---- PTX instructions, a function each
+// ---- PTX instructions, one function each
 // For a run on a CPU, tests/gpu_on_cpu.h defines functions of the same names.
 
 __device__ Shared &shared() {
@@ -404,7 +404,7 @@ __device__ Shared &shared() {
 #ifndef ON_CPU
 
 // Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
-// and need not: a word says itself whether it has been written.
+// and need not: each word shows by itself whether it has been written.
 __device__ void store_relaxed(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
 }
@@ -526,7 +526,7 @@ __device__ int token_of_lane(int group, int tokens) {
     return group * MMA_TOKENS + lane_index() / 8 % tokens;
 }
 
-// With fewer than four, operand B has the vectors of SLOTS mma steps beside each other, see there as well.
+// With fewer than four, operand B has the vectors of SLOTS mma steps side by side, see the lane map as well.
 template <int TOKENS>
 constexpr int SLOTS = TOKENS < MMA_TOKENS ? MMA_TOKENS / TOKENS : 1;
 
@@ -626,7 +626,7 @@ __device__ void receive(uint2 (&values)[N], u32 epoch, Quad quad) {
 
 // ---- Ring of weight stages
 
-// A place in the ring: a slot, and how often it has been used before, modulo 2, which is the parity of the phase
+// A position in the ring: a slot, and how often it has been used before, modulo 2. That is the parity of the phase
 // of `full` to wait for.
 struct Cursor {
     u32 slot = 0;
@@ -677,7 +677,7 @@ __device__ void wait_until_empty(Cursor cursor) {
     mbarrier_wait(&ring_slot(cursor.slot).empty, cursor.parity ^ 1, WAITED_FOR_FREE_STAGE);
 }
 
-// By each producer: its part of the stage, whose rows begin at `source`, `stride` bytes apart.
+// Called by each producer: copies its part of the stage, whose rows begin at `source`, `stride` bytes apart.
 __device__ void fill(Cursor cursor, int producer, const char *source, u64 stride, u64 policy) {
     Stage &slot = ring_slot(cursor.slot);
 #if BULK_COPIES && !defined(MEGAKERNEL_PLAIN_COPIES)
@@ -706,7 +706,7 @@ __device__ void fill(Cursor cursor, int producer, const char *source, u64 stride
 #endif
 }
 
-// By each consumer warp, when it has read its columns. Without the fence the next bulk copy was seen to overtake
+// Called by each consumer warp when it has read its columns. Without the fence the next bulk copy could overtake
 // loads that had been issued before: for 16 rows a value was wrong in one of 20 to 4,000 launches.
 __device__ void release(Cursor cursor) {
 #if BULK_COPIES
@@ -865,14 +865,14 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
     mma_m16n8k16(d, weights.x, weights.y, weights.z, weights.w, x.x, x.y);
 }
 
-// The next matrix in the ring, or a panel of it, of which the first stages are loaded ahead, at most MOST. None
-// are where a loop over the rows is not unrolled: registers have no index.
+// The next matrix in the ring, or a panel of it. Its first stages, at most MOST, are loaded ahead into registers;
+// none where the loop over the rows is not unrolled, because registers cannot be indexed.
 template <int TOKENS, int MATRIX_ROWS, int COLUMNS, int MOST = REGISTER_STAGES<TOKENS>>
 struct Weights {
     static constexpr int PARTS = COLUMNS / STAGE_COLUMNS;
     static constexpr int MAX = MAX_ROWS_PER_SLICE<MATRIX_ROWS>;
     static constexpr bool IS_UNROLLED = BULK_COPIES && MAX <= 8 && TOKENS <= MMA_TOKENS;     // more would spill
-    static constexpr int STAGES_OF_BLOCK = MATRIX_ROWS / SLICES / GRID * PARTS;              // at least
+    static constexpr int STAGES_OF_BLOCK = MATRIX_ROWS / SLICES / GRID * PARTS;              // that every block has
     static constexpr int AHEAD = !IS_UNROLLED ? 0 : STAGES_OF_BLOCK < MOST ? STAGES_OF_BLOCK : MOST;
     uint4 stages[AHEAD > 0 ? AHEAD : 1][STEPS_PER_STAGE];
 };
@@ -906,8 +906,8 @@ __device__ void matvec(const Weights<TOKENS, MATRIX_ROWS, COLUMNS, MOST> &weight
     using W = Weights<TOKENS, MATRIX_ROWS, COLUMNS, MOST>;
     constexpr int UNROLLED = W::IS_UNROLLED ? W::MAX : 1;
     constexpr int G = groups_of(TOKENS);
-    constexpr int SUMS = SLOTS<TOKENS> > 2 ? SLOTS<TOKENS> : 2;     // of each slot; two at least: an mma does not
-                                                                    // wait for the one before
+    constexpr int SUMS = SLOTS<TOKENS> > 2 ? SLOTS<TOKENS> : 2;     // of each slot; at least two, so that an mma
+                                                                    // does not wait for the previous one
     const int rows_per_slice = share_of_this_block(MATRIX_ROWS).rows_per_slice;
     const int slice = lane_index() / 4;               // r of the lane map
     const int q = lane_index() % 4;
@@ -965,11 +965,11 @@ __device__ float row_sum(int token, int row) {
     return round_to_bf16(sum);
 }
 
-// Calls use(token, row, sum) for each token and each row of the matrix that this block has, each in a thread.
+// Calls use(token, row, sum) for each token and each row of the matrix that this block has, one thread per call.
 //
 // Consecutive matvecs use different regions of `partial`: the next may write its sums while slow threads
-// still read those of this one. Two in a row have the same region, a head and the next pass's q, k, v:
-// between them rms_norm has a sync_consumers.
+// still read those of this one. Only a head and the next pass's q, k, v use the same region in succession:
+// the sync_consumers of rms_norm is between them.
 template <int MATRIX_ROWS, int TOKENS, class Use>
 __device__ void for_each_row(int region, Use use) {
     constexpr int MAX = MAX_ROWS<MATRIX_ROWS>;
@@ -1350,8 +1350,8 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
 
 // ---- Layers
 
-// A pass: POSITIONS consecutive tokens of each row through all layers. input_of(token) is (HIDDEN). `position` is
-// that of the first token of the row that this block attends for. Loads that do not depend on other blocks are
+// A pass: POSITIONS consecutive tokens of each row through all layers. input_of(token) points to (HIDDEN). `position`
+// is that of the first token of the row that this block attends for. Loads that do not depend on other blocks are
 // issued before the spin loops that do.
 template <int POSITIONS, class InputOf>
 __device__ void run_layers(const Arguments &arguments, InputOf input_of, int position, Cursor &cursor,
@@ -1364,7 +1364,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
     Vectors<TOKENS, QUERY_SIZE> attention;
     Vectors<TOKENS, PANEL_COLUMNS> inner;
 
-    // The residual of what this thread publishes, if it publishes any, stays in a register.
+    // A thread that publishes a value of the residual stream keeps it in a register.
     const int residual_row = share_of_this_block(HIDDEN).first_row + threadIdx.x % MAX_ROWS<HIDDEN>;
     const int residual_token = threadIdx.x / MAX_ROWS<HIDDEN> % TOKENS;
     float residual = low_half(input_of(residual_token)[min(residual_row, HIDDEN - 1)]);
@@ -1398,7 +1398,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
 #pragma unroll 1
             for (int i = 0; i < POSITIONS; ++i) {
                 if (i > 0) {
-                    sync_consumers();                 // the position before is in the cache, head_sum is read
+                    sync_consumers();                 // previous position is cached, head_sum has been read
                 }
                 const int token = i * ROWS + row_to_attend();
                 if (HEAD_SLICES > 0 && position + i <= FEW_POSITIONS) {
@@ -1425,7 +1425,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
         load_vector<TOKENS>(norm_weight, layer->post_norm);
         using Gate = Weights<TOKENS, INNER, HIDDEN>;
-        constexpr bool IS_GATE_AHEAD = Gate::AHEAD == Gate::MAX * Gate::PARTS;               // all of it
+        constexpr bool IS_GATE_AHEAD = Gate::AHEAD == Gate::MAX * Gate::PARTS;               // the whole matrix
         Gate gate;
         Weights<TOKENS, INNER, HIDDEN, IS_GATE_AHEAD ? REGISTER_STAGES<TOKENS> - Gate::AHEAD : 0> up;
         load_ahead(gate, cursor);
@@ -1452,7 +1452,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
             publish_element(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
         });
         if (PACKED) {
-            __threadfence();                          // what was emptied in this layer, before values of the next
+            __threadfence();                          // order the emptying in this layer before values of the next
         }
     }
 }
@@ -1465,8 +1465,8 @@ __device__ int token_of_score(int i) {
     return i / 4 * 4 * CONSUMERS + threadIdx.x * 4 + i % 4;
 }
 
-// After the layers: the final norm, to x, of the last token of each row, of which the first is `first_token` of
-// the pass; and the logits of a head.
+// After the layers: the final norm of each row's last token, into x, and the logits of a head. `first_token` is the
+// first of these tokens in the pass.
 __device__ void run_head(const Arguments &arguments, int first_token, int head, Vectors<ROWS, HIDDEN> &x,
                          Cursor &cursor, u32 epoch) {
     Vector<ROWS, HIDDEN> norm_weight;
@@ -1482,7 +1482,7 @@ __device__ void run_head(const Arguments &arguments, int first_token, int head, 
     });
 }
 
-// The choice of one row. All that does not depend on the logits is loaded while other blocks still compute them.
+// Chooses the token of one row. Everything that does not depend on the logits is loaded before waiting for them.
 __device__ int sample(const Arguments &arguments, int row, int head, u32 frame, u32 epoch) {
     constexpr int N = SCORES_PER_THREAD;
     const Sampling sampling = {arguments.temperature[row], arguments.topk_rank[row],
@@ -1535,7 +1535,7 @@ struct Codes {
     __device__ u64 operator[](u32 row) const {
         u64 four = of_four[0];
 #pragma unroll
-        for (int group = 1; group < groups_of(ROWS); ++group) {             // registers have no index
+        for (int group = 1; group < groups_of(ROWS); ++group) {             // registers cannot be indexed
             four = row / 4 == group ? of_four[group] : four;
         }
         return four >> 16 * (row % 4) & 0xffff;
@@ -1593,7 +1593,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
     const auto input_of = [&](int token) {
         return arguments.embedding + token * HIDDEN;
     };
-    // A row whose cache is full does not advance, but is computed with the others.
+    // A row whose cache is full does not advance, but is still computed with the others.
     run_layers<1>(arguments, input_of, min(next_position, arguments.cache_length - 1), cursor, epoch);
     run_head(arguments, 0, 0, x, cursor, epoch);
 
@@ -1631,7 +1631,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
         arguments.ended[row] = true;
     }
 
-#else  // the predictor: the inputs are the talker's hidden state, the first code, then each code that it chooses
+#else  // the predictor: its inputs are the talker's hidden state, the first code, then each code that it chooses
     const int element = blockIdx.x * CONSUMERS + threadIdx.x;                // of the next embeddings
     const int element_row = element / TALKER_HIDDEN;
     float sum = 0;
@@ -1641,7 +1641,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
     for (int row = 0; row < ROWS; ++row) {
         codes.of_four[row / 4] |= arguments.token[row] << 16 * (row % 4);
     }
-    // The tables to look the latest codes up in. Loaded before the codes are known.
+    // The tables in which the latest codes are looked up. Their addresses are loaded before the codes are known.
     const bf16 *inputs = arguments.code_inputs[0];
     const bf16 *embeddings = arguments.code_embeddings[0];
     const auto record_codes = [&](int position) {

@@ -1,8 +1,8 @@
 """The decoder layers, heads and sampling of 1 to 16 rows as one kernel per step: megakernel.cu, compiled by
 NVRTC for this GPU and model.
 
-`TalkerStep` and `PredictorStep` are to be called or captured in place of the `step` of TalkerGraph and PredictorGraph.
-They work on the same weights and the same `Rows`, so nothing around them changes. The layers must have been through
+`TalkerStep` and `PredictorStep` are called or captured in place of the `step` of TalkerGraph and PredictorGraph. They
+work on the same weights and the same `Rows`, so nothing around them changes. The layers must have been through
 `replace_layers` (fast/layers.py): q, k and v are one matrix in memory, and `rotary_emb` returns cos and sin with the
 first half of sin negated.
 """
@@ -23,11 +23,11 @@ from qwen3_tts_cuda_graphs.fast.layers import rope_tables
 
 KERNEL_NAME = "decode_step"
 
-# As in megakernel.cu. The compiler checks them, or what follows from them.
+# As in megakernel.cu. The compiler checks them, or values that depend on them.
 CONSUMERS = 256
 MMA_TOKENS = 4
 
-# What the kernel leaves in `failed` when a wait lasts until WAIT_LIMIT_NS after the start of the launch.
+# The values of `failed`: what a thread still waited for WAIT_LIMIT_NS after the start of the launch.
 WAITED_FOR = {
     1: "a thread block has waited for another one for 2 s",
     2: "a thread block has waited for its weights for 2 s",
@@ -82,7 +82,7 @@ class Sizes:
     codes: int  # heads after the layers: 1 for the talker, 15 for the predictor
     talker_hidden: int  # width of the talker's hidden state
     epsilon: str
-    rows: int = 1  # of a frame: 1, 2, 4, 8 or 16
+    rows: int  # of a frame: 1, 2, 4, 8 or 16
 
     @property
     def first_positions(self) -> int:
@@ -105,7 +105,7 @@ class Sizes:
 
     @property
     def activation_fields(self) -> dict[str, int]:
-        """Fields of the kernel's Activations, and their lengths. Those of the first token follow the logits."""
+        """Fields of the kernel's Activations, and their lengths. In `exchange` the first token's follow the logits."""
         query_size = self.heads * self.head_dim
         qkv_size = query_size + 2 * self.kv_heads * self.head_dim
         return dict(
@@ -192,7 +192,7 @@ def structs_of(sizes: Sizes) -> dict[str, Iterable[str]]:
 
 
 def checks_of(sizes: Sizes) -> str:
-    """C++ that compares what is written here with megakernel.cu."""
+    """C++ assertions that megakernel.cu has the same constants and offsets."""
     checks = ""
     offset = 0
     for name, length in sizes.activation_fields.items() if sizes.rows == 1 else ():
@@ -221,8 +221,8 @@ def table(structs: Sequence[Sequence[Tensor | int]], device: torch.device) -> Te
 class FusedStep:
     """One step of a stack as one launch, to be called or captured.
 
-    The talker has one head, the predictor 15, and it runs its layers before each. Of the rows that it works on only
-    those with `advance` change.
+    The talker has one head; the predictor has 15 and runs its layers before each of them. Only rows with `advance`
+    change.
     """
 
     name = "the megakernel"
@@ -233,14 +233,16 @@ class FusedStep:
         """
         rows: SharedRows of 1, 2, 4, 8 or 16
         cache: keys and values of the stack, a tensor for each layer
-        arguments: of the kernel, those that differ between talker and predictor
+        arguments: the kernel's arguments that differ between talker and predictor
         """
         model, device = stack.model, stack.device
+        self.stack = stack
+        self.cache = [*zip(*cache, strict=True)]  # (keys, values) of each layer
         sizes, self.kernels = SOURCE.compile(stack)
         self.sizes = sizes
         self.noise = arguments["noise"]  # (rows, heads, vocab)
 
-        layers = [StackLayer(*layer) for layer in zip(model.layers, *cache, strict=True)]
+        layers = [StackLayer(layer, *pair) for layer, pair in zip(model.layers, self.cache, strict=True)]
         matrices = self.matrices(layers, stack.heads)
         matrix_fields = [[matrix, len(matrix), matrix[0].nbytes] for matrix in matrices]  # as in MATRIX_FIELDS
         end_of_list = [0] * len(MATRIX_FIELDS)
@@ -278,13 +280,10 @@ class FusedStep:
         return matrices
 
     def __call__(self) -> None:
-        self.launch()
-
-    def launch(self) -> None:
         self.kernels.launch(KERNEL_NAME, (self.sizes.grid, 1), self.sizes.threads, self.fields, is_cooperative=True)
 
     def why_failed(self) -> str:
-        """What made the kernel stop in a launch that has ended. Empty if nothing did."""
+        """Why the kernel gave up, in a launch that has ended; empty if it did not."""
         return WAITED_FOR.get(int(self.failed_on_host), "")
 
     def logits(self) -> Tensor:
@@ -318,7 +317,7 @@ class TalkerStep(FusedStep):
 
 
 def embeddings_of(predictor: Any) -> list[Tensor]:
-    """Of a PredictorGraph: the tables of the token and of each code."""
+    """The embedding tables of a PredictorGraph: of the token and of each code."""
     return [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
 
 
@@ -352,6 +351,6 @@ class PredictorStep(FusedStep):
         super().__init__(stack, rows, (rows.code_keys, rows.code_values), arguments)
 
     def __call__(self) -> None:
-        if self.first_input is not self.talker_hidden:  # as where the projection is the identity
+        if self.first_input is not self.talker_hidden:  # else the projection is the identity
             self.first_input.copy_(self.project(self.talker_hidden))
         super().__call__()

@@ -66,14 +66,14 @@ def call_driver(function: str, *arguments: Any) -> None:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA that the driver is for: (12, 8)"""
+    """The newest version of CUDA that the driver supports: (12, 8)"""
     version = ctypes.c_int()
     call_driver("cuDriverGetVersion", ctypes.byref(version))
     return version.value // 1000, version.value % 1000 // 10
 
 
 def gpu_properties(device: torch.device) -> Any:
-    """torch.cuda.get_device_properties. What torch before 2.7 does not have there comes from the driver."""
+    """torch.cuda.get_device_properties. What torch before 2.7 lacks there comes from the driver."""
     gpu = torch.cuda.get_device_properties(device)
     if all(hasattr(gpu, name) for name in DEVICE_ATTRIBUTES):
         return gpu
@@ -96,7 +96,7 @@ def architecture_of(device: torch.device) -> str:
 
 
 def compiler_options(architecture: str) -> list[str]:
-    """Lambdas and functions without an annotation are for the device, too."""
+    """Lambdas and functions without an annotation are compiled for the device, too."""
     return [f"--gpu-architecture={architecture}", "--device-as-default-execution-space"]
 
 
@@ -159,7 +159,7 @@ class Kernels:
     """The kernels of a cubin, loaded on one GPU. The only argument of each is a struct of 8-byte fields, by value."""
 
     def __init__(self, cubin: bytes, names: Iterable[str], device: torch.device, shared_bytes: int = 0) -> None:
-        """shared_bytes: dynamic shared memory of a block, the most that one of the kernels has"""
+        """shared_bytes: dynamic shared memory per block, the most that any of the kernels uses"""
         self.device = device
         self.shared_bytes = shared_bytes
         self.functions: dict[str, ctypes.c_void_p] = {}
@@ -172,7 +172,7 @@ class Kernels:
                 call_driver("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
                 if shared_bytes:
                     call_driver("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-                    # The same for all, or a multiprocessor runs no two of them at once.
+                    # The same for all: a multiprocessor runs kernels with different ones one after the other.
                     call_driver("cuFuncSetAttribute", function, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
                 self.functions[name] = function
 
@@ -189,8 +189,8 @@ class Kernels:
         """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields.
 
         is_cooperative: an error unless all blocks fit on the GPU at once
-        overlaps: it may begin when all blocks of the kernel before allow it, and waits itself for its end
-        shared_bytes: of a block, if not as many as the constructor was given
+        overlaps: it may begin when all blocks of the previous kernel allow it, and waits for that kernel's end itself
+        shared_bytes: per block, by default as many as the constructor was given
         """
         struct = (ctypes.c_uint64 * len(fields))(*fields)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))

@@ -10,6 +10,7 @@ Copies are exact. On a CPU in float32 the codes of a row do not depend on what r
 """
 
 import copy
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +18,7 @@ from cudagraph_talker import Rows, Sampling, round_up
 
 
 def draw_seeded(noise: torch.Tensor, generator: torch.Generator) -> None:
-    """`draw_noise` with a generator of its own: (B, N, V), on a CPU code by code."""
+    """`draw_noise` from a generator: (B, N, V), on a CPU code by code."""
     for draw in noise.unbind(1) if noise.device.type == "cpu" else [noise]:
         draw.exponential_(generator=generator)
 
@@ -49,7 +50,7 @@ class SharedRows(Rows):
         self.ended.masked_fill_(is_new, False)
         is_new = is_new[:, None]
         self.prompt_length.copy_(torch.where(is_new, prompt_lengths[:, None], self.prompt_length))
-        self.frame.masked_fill_(is_new, -1)  # the step goes on to frame 0
+        self.frame.masked_fill_(is_new, -1)  # the step advances it to 0
         self.seen.masked_fill_(is_new, False)
 
     def state(self) -> list[torch.Tensor]:
@@ -83,8 +84,8 @@ def tensors_of(sampling: Sampling) -> list[torch.Tensor]:
     return [sampling.temperature, sampling.topk_rank, sampling.one_minus_top_p, sampling.greedy]
 
 
-def view_of(part, index: slice | int | list[int]):
-    """These rows of all tensors of an object or a list. They share their memory."""
+def view_of(part, index: slice | int | torch.Tensor | list[int]):
+    """These rows of all tensors of an object or a list: views if `index` is a slice or a number, else copies."""
     if torch.is_tensor(part):
         return part[index]
     if isinstance(part, list):
@@ -94,3 +95,42 @@ def view_of(part, index: slice | int | list[int]):
     view = copy.copy(part)
     vars(view).update({name: view_of(value, index) for name, value in vars(part).items()})
     return view
+
+
+# ---- Random states, to test kernels with
+
+# Choices are flat among few candidates: temperature 100, so that one candidate too many is often chosen.
+# Top-p keeps 2.5 of 20: no candidate is so near the limit that rounding decides.
+SETTINGS = [(True, 100.0, 2, 1.0), (True, 100.0, 20, 0.125), (True, 100.0, 3, 1.0), (False, 1.0, 1, 1.0)]
+
+
+def fill_with_random_states(rows: SharedRows, prompts: Sequence[int], frames: int) -> None:
+    """Give each row another state, with room for this many frames. The third of four rows does not advance.
+
+    prompts: their lengths, in turn, where the cache is long enough"""
+    count, device = len(rows.token), rows.token.device
+    generator = torch.Generator(device).manual_seed(0)
+    room = rows.text.shape[1] - count - frames + 1
+    lengths = [min(prompts[row % len(prompts)], room) for row in range(count)]
+    row = torch.arange(count, device=device)[:, None]
+    for tensor in (rows.hidden, rows.text[:, : count + frames], rows.whole_cache[..., : max(lengths) + count, :]):
+        tensor.normal_(generator=generator)
+    rows.token.random_(rows.code_sampling.vocab_size, generator=generator)
+    rows.suppressed.random_(2, generator=generator)
+    torch._foreach_zero_([rows.ended, rows.end_token, rows.min_tokens])
+    rows.advance.copy_((row % 4 != 2)[:, 0])
+    rows.frame.copy_(row)
+    rows.prompt_length.copy_(torch.tensor(lengths)[:, None])
+    rows.repetition_penalty.copy_(1.5 - 0.05 * row)
+    draw_choices(rows, 0)
+
+
+def draw_choices(rows: SharedRows, seed: int) -> None:
+    """Draw new noise and seen tokens, and give each row other sampling settings."""
+    generator = torch.Generator(rows.token.device).manual_seed(seed)
+    for tensor in (rows.noise, rows.code_noise):
+        tensor.exponential_(generator=generator)
+    rows.seen.random_(2, generator=generator)
+    for sampling in (rows.sampling, rows.code_sampling):
+        for row in range(len(rows.token)):
+            view_of(sampling, slice(row, row + 1)).set(*SETTINGS[(seed + row) % len(SETTINGS)])

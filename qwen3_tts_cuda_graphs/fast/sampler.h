@@ -1,7 +1,7 @@
-// The choice of a token, which megakernel.cu and batched.cu share: `sample` of cudagraph_talker.py for one row,
-// by one block. Each thread has N scores of the vocabulary.
+// The choice of a token, for megakernel.cu and batched.cu: `sample` of cudagraph_talker.py for one row, by one
+// block. Each thread has N scores of the vocabulary.
 
-constexpr int TOKEN_BITS = 12;                        // of the highest token, see `rank` below
+constexpr int TOKEN_BITS = 12;                        // bits of the highest token, see `rank` below
 
 struct Sampling {
     float temperature;
@@ -9,21 +9,20 @@ struct Sampling {
     float one_minus_top_p;
 };
 
-// A token that may be chosen: weight / noise as the bits of a float, which from 0 on have its order, and the
-// token's place in the order of the scores, see `rank` below.
+// A token that may be chosen: weight / noise as the bits of a float, which are ordered like the float as it is not
+// negative; and the token's place in the order of the scores, see `rank` below.
 struct alignas(16) Choice {
     u64 rank;
     u32 ratio;
 };
 
-// For the values that the warps exchange. Two sets, used in turn, so that each reduction needs only one
-// barrier.
+// What the warps exchange. There are two sets, used in turn, so that each reduction needs only one barrier.
 template <int WARPS>
 struct alignas(16) SamplerShared {
     Choice of_warp[2][WARPS];
 };
 
-// Repetition penalty of a token that was chosen before, then suppression.
+// The repetition penalty if the token was chosen before, then suppression.
 __device__ float apply_rules(float score, bool is_seen, float repetition_penalty, bool is_suppressed) {
     if (is_seen) {
         score = score < 0 ? score * repetition_penalty : score / repetition_penalty;
@@ -31,7 +30,7 @@ __device__ float apply_rules(float score, bool is_seen, float repetition_penalty
     return is_suppressed ? __uint_as_float(0xff800000) : score;             // -infinity
 }
 
-// Floats as unsigned integers of the same order, and back. Add 0 first: it makes -0, which equals 0, the same.
+// Floats as unsigned integers of the same order, and back. Adding 0 turns -0 into 0, as the two are equal.
 __device__ u32 ordered_bits(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return bits >> 31 ? ~bits : bits | 1u << 31;
@@ -41,7 +40,7 @@ __device__ float from_ordered_bits(u32 ordered) {
     return __uint_as_float(ordered >> 31 ? ordered & ~(1u << 31) : ~ordered);
 }
 
-// Sum over a warp of integers below 2^51: the upper and the lower bits, each by one instruction.
+// Sum over a warp of integers below 2^51: upper and lower bits are added separately, by one instruction each.
 __device__ u64 warp_sum_wide(u64 x) {
     constexpr u32 LOW_BITS = 24;
     const u64 high = __reduce_add_sync(~0u, (u32)(x >> LOW_BITS));
@@ -51,14 +50,13 @@ __device__ u64 warp_sum_wide(u64 x) {
 
 // Top-k, top-p, and the largest weight / noise. There is no sort.
 //
-// Score i of this thread is that of the token token_of(i), and so is its noise, which is exponentially
-// distributed, or 1 for a greedy choice. SCORE_BITS is how many of the ordered bits of the scores differ: 16
-// for scores that are bfloat16, else 32. barrier() waits for all threads that take part. A NaN leads to some
-// token of the vocabulary.
+// Score i and noise i of this thread belong to token_of(i). Noise is exponentially distributed, or 1 for a greedy
+// choice. SCORE_BITS is the number of significant ordered bits of the scores: 16 if they are bfloat16, else 32.
+// barrier() waits for all threads that take part. With a NaN some token of the vocabulary is chosen.
 //
-// Ranks are in the order of a stable sort: 32 bits of the score, divided by the temperature, then those of the
-// token, so that no two are equal. Torch's sort is stable on a GPU for this many scores, but does not promise
-// it.
+// Ranks are in the order of a stable sort: 32 bits of the score, divided by the temperature, then the bits of the
+// token, so that no two are equal. Torch's sort is stable on a GPU for this many scores, though it does not
+// promise that.
 template <int SCORE_BITS, int WARPS, int N, class TokenOf, class Barrier>
 __device__ int sample_scores(const float (&score)[N], const float (&noise)[N], Sampling sampling,
                              SamplerShared<WARPS> &in_shared, TokenOf token_of, Barrier barrier) {
@@ -107,7 +105,7 @@ __device__ int sample_scores(const float (&score)[N], const float (&noise)[N], S
                 threshold = candidate;
             }
         }
-        if (SCORE_BITS == 16) {                       // ordered_bits inverts a negative score's zeros
+        if (SCORE_BITS == 16) {                       // a negative score's lower bits are inverted zeros
             threshold = threshold << 16 | (threshold >> 15 ? 0 : 0xffff);
         }
         const float threshold_score = from_ordered_bits(threshold) / sampling.temperature;
@@ -135,10 +133,10 @@ __device__ int sample_scores(const float (&score)[N], const float (&noise)[N], S
         }
     }
 
-    // The largest ratio, and of equals the lowest rank. If that token is not among the k best, neither is any
-    // that has its score or a lower one: choose again among the others. The choice is that of top-k, and the
-    // k-th best score need not be known. Likely tokens are chosen first, so this rarely takes more than a few
-    // rounds, even if all are equally likely.
+    // The largest ratio, and among equal ones the lowest rank. If that token is not among the k best, neither is
+    // any token with its score or a lower one: choose again among the others. This is top-k without finding the
+    // k-th best score. Likely tokens are chosen first, so it rarely takes more than a few rounds, even if all
+    // tokens are equally likely.
     u32 ratio[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -169,7 +167,7 @@ __device__ int sample_scores(const float (&score)[N], const float (&noise)[N], S
             not_above += ordered[i] <= chosen_score;
         }
         const bool is_kept = over_warps(__reduce_add_sync(~0u, not_above), add) > sampling.topk_rank;
-        if (is_kept || choice.ratio == 0) {           // 0: the noise is not what it should be
+        if (is_kept || choice.ratio == 0) {           // ratio 0: invalid noise
             return choice.rank % (1 << TOKEN_BITS);
         }
         first_kept = ((u64)chosen_score + 1) << TOKEN_BITS;
