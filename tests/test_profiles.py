@@ -90,7 +90,8 @@ def kernel_of_profile(profile: str, capability_here: int) -> Any:
     def compile(stack: Stack) -> tuple[Sizes, Any]:
         sizes = kernel_sizes(stack, gpu_of(profile))
         source = SOURCE.complete(sizes), SOURCE.kernels
-        return sizes, kernels.load_kernels(*source, stack.device, sizes.shared_bytes, architecture)
+        own = nvrtc.architecture_of(stack.device)
+        return sizes, kernels.load_kernels(*source, stack.device, sizes.shared_bytes, architecture or own)
 
     return compile
 

@@ -4,7 +4,8 @@ From random states of the rows it generates FRAMES frames of one row, or a singl
 
     phases        the first layer's keys and values, and, of one row, each phase of the last layer, with
                   megakernel_reference.py, which gets the kernel's own input of that phase and rounds where the kernel
-                  rounds. They differ only where another order of summation rounds to the other side.
+                  rounds. Values differ only where another order of summation rounds the other way. Once in thousands
+                  of positions that happens in a norm, and up to a third of what is computed from it differs.
     bookkeeping   the next embedding, which is a sum, and the rows' progress: they must be equal
     choices       with the reference, given the kernel's own logits and noise
     errors        of the logits, keys, values and hidden state of all layers together: the distance from float32,
@@ -12,7 +13,8 @@ From random states of the rows it generates FRAMES frames of one row, or a singl
 """
 
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 import torch
@@ -28,17 +30,16 @@ from qwen3_tts_cuda_graphs.fast.rows import draw_choices, fill_with_random_state
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
-# The prompts' lengths. The frames of a single row attend to few positions first, then to more than FEW_POSITIONS of
-# megakernel.cu, with more than one for every warp.
+# Lengths of prompts. A single row attends to few positions first, then to more than FEW_POSITIONS of megakernel.cu.
 PROMPT = 255
 PROMPTS = (7, 300, 150, 43)  # of several rows
 FRAMES = 4
 TALKER_CHOICES = 16
 
-# Limits, between what a correct kernel gives (50 runs of each size with random weights, results/self_test_*.json: all
-# limits are 13 or more standard deviations away) and what wrong ones give (tests/test_self_test.py). Those runs did not
-# measure the cache and the hidden state.
-MAX_DIFFERENT = 0.06  # of the values of a phase. Right: below 0.01; one rounding left out: above 0.15
+# Limits, between what a correct kernel gives (50 runs of each size with random weights, results/self_test_*.json, which
+# measured neither the cache nor the hidden state) and what wrong ones give (tests/test_self_test.py).
+MAX_DIFFERENT = 0.06  # of a phase, the median of positions. Right: below 0.01; one rounding left out: above 0.15
+MAX_DIFFERENT_OF_ONE = 0.6  # at each position. Right: up to 0.3; that of another row: nearly 1
 NO_DIFFERENCE = 1e-6
 MAX_ERROR = 1.5  # of many values. Right: 0.93 to 1.08
 MAX_ERROR_OF_ONE = 3.0  # of a single vector. Right: 0.81 to 1.15; a layer left out of the first pass: 57
@@ -54,10 +55,6 @@ class Figures(dict[str, tuple[Tensor, float, str]]):
         if what in self:
             figure = torch.maximum(figure, self[what][0])
         self[what] = figure, limit, sentence
-
-    def keep_differences(self, what: str, found: Tensor, expected: Tensor) -> None:
-        sentence = "{:.1%} of " + what + " differ from the reference, {:.0%} may"
-        self.keep(what, found != expected, MAX_DIFFERENT, sentence)
 
     def keep_choices(self, what: str, wrong: Tensor) -> None:
         sentence = "{:.0%} of the " + what + " it chose are not those that the reference chooses, {:.0%} may be others"
@@ -127,6 +124,7 @@ class SelfTest:
         rows, figures = self.rows, self.figures
         last = self.positions.shape[1] - 1
         inputs, logits, wrong_codes, wrong_tokens = [], [], [], []
+        shares = defaultdict(list)  # what -> the share of it that differs, at each position (B, positions)
         for frame in range(last + 1):
             draw_choices(rows, frame)
             code_inputs, wrong = self.run_predictor()
@@ -137,8 +135,16 @@ class SelfTest:
             wrong_tokens.append(self.run_talker())
             logits.append(self.step.logits())
             if frame in (0, last):
-                self.check_phases("the predictor's", self.predict, code_inputs, self.code_positions)
-                self.check_phases("the talker's", self.step, torch.cat(inputs, 1), self.positions[:, : frame + 1])
+                of_predictor = "predictor's", self.predict, code_inputs, self.code_positions
+                of_talker = "talker's", self.step, torch.cat(inputs, 1), self.positions[:, : frame + 1]
+                for whose, *read in (of_predictor, of_talker):
+                    for what, found, expected in self.phases(*read):
+                        shares[f"the {whose} {what}"].append((found != expected).float().flatten(2).mean(2))
+        for what in shares:
+            share, message = torch.cat(shares[what], 1), "{:.1%} of " + what + " differ from the reference, {:.0%} may"
+            figures.keep(f"{what}, at most", share.amax(1, True), MAX_DIFFERENT_OF_ONE, f"at a position {message}")
+            if share.shape[1] > 1:
+                figures.keep(what, share.median(1, True).values, MAX_DIFFERENT, message)
         scores = logits[-1][:, 0]
         for trial in range(choices):
             draw_choices(rows, trial)
@@ -199,21 +205,18 @@ class SelfTest:
         """Keys and values of a layer at these positions, (B, L, KV, D) each."""
         return [tensor[self.index[:, None], :, positions] for tensor in cache]
 
-    def check_phases(self, whose: str, step: FusedStep, inputs: Tensor, positions: Tensor) -> None:
-        """The first layer's keys and values, where it has read `inputs` at these positions; and of a single row each
-        phase of the last layer at the last position, from the kernel's own input of that phase."""
-        model, keep = step.stack.model, self.figures.keep_differences
+    def phases(self, step: FusedStep, inputs: Tensor, positions: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """What kernel and reference have computed, (B, positions, ...): keys and values of the first layer, which has
+        read `inputs` at these positions; for a single row each phase of the last layer at the last position."""
+        model = step.stack.model
         _, cached = reference.run_layers(model, step.cache[:1], inputs.float(), positions, reference.to_bfloat16)
-        for what, *values in zip(("keys", "values"), self.cached(step.cache[0], positions), cached):
-            keep(f"{whose} first {what}", *(tensor.flatten(0, 1) for tensor in values))
-        if len(self.index) > 1:
-            return
-        last = positions[:, -1:]
-        found = {name: values[None, None] for name, values in step.exchanged().items()}  # (1, 1, size)
-        found["keys"], found["values"] = self.cached(step.cache[-1], last)
-        found["logits"] = step.logits()[:, -1:]
-        for what, *values in reference.last_layer(model, step.stack.heads[-1], found, step.cache[-1], last):
-            keep(f"{whose} {what}", *values)
+        yield from zip(("first keys", "first values"), self.cached(step.cache[0], positions), cached)
+        if len(self.index) == 1:
+            last = positions[:, -1:]
+            found = {name: values[None, None] for name, values in step.exchanged().items()}  # (1, 1, size)
+            found["keys"], found["values"] = self.cached(step.cache[-1], last)
+            found["logits"] = step.logits()[:, -1:]
+            yield from reference.last_layer(model, step.stack.heads[-1], found, step.cache[-1], last)
 
     def check_errors(self, what: str, step: FusedStep, logits: Tensor, inputs: Tensor, positions: Tensor) -> list:
         """The logits, and the keys and values of all layers, where they have read `inputs` at these positions. Returns
