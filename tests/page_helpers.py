@@ -73,8 +73,9 @@ def alert(page):
 
 
 def speak(page, **fields):
-    """Speak a text to its end."""
+    """Speak a text to its end. An earlier one is played to its end first: until then the button says Stop."""
     set_fields(page, **fields)
+    expect(page.locator("#speak")).to_contain_text("Speak")
     page.click("#speak")
     wait_for_end(page)
 
