@@ -191,6 +191,32 @@ def test_prompts_that_wait_are_built_together(voice):
     ]
 
 
+def test_a_prompt_does_not_wait_for_those_after_it(voice):
+    """A request can be admitted when its own prompt is built, not when all are that are built together."""
+    begin, go_on = threading.Event(), threading.Event()
+    with engine_for(voice, 2) as engine:
+        build = engine.tts.prompts.build_by_upstream
+
+        def build_when_allowed(asked, key):
+            assert asked.text == "Hello." or go_on.wait(LIMIT)
+            return build(asked, key)
+
+        with mock.patch.object(engine.tts.prompts, "build_by_upstream", build_when_allowed):
+            engine.intake.thread.submit(begin.wait, LIMIT)
+            listeners = [Listener(engine, lambda item: None) for _ in range(2)]
+            first, second = (
+                listener.ask(voice.fast_method, text, None, voice.arguments)
+                for listener, text in zip(listeners, ["Hello.", "A second one."])
+            )
+            begin.set()
+            first.result(60)
+            assert not second.done()
+            go_on.set()
+            second.result(LIMIT)
+        for listener in listeners:
+            listener.cancel()
+
+
 def test_full_chunks_are_decoded_together(endless):
     """Streams that began at different frames hand their chunks of 8 frames to the codec at the same frame. The first
     chunks and the last one do not wait, and none waits if frames are slow."""

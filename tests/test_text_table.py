@@ -116,7 +116,10 @@ def test_prompts_built_together_are_upstreams(voice, with_table, non_streaming_m
     kinds = arguments, arguments | dict(temperature=0.5)
     asked = [Asked(method, text, kind) for text in texts for kind in kinds]
     asked.insert(3, Asked(method, "Wrong.", arguments | dict(language="Klingon")))
-    built = with_table.prompts.build_together(asked)
+    together = [*with_table.prompts.build_together(asked)]
+    # Upstream builds the first of each kind and the wrong one, each of which is there at once; templates the others.
+    assert [*map(len, together)] == [1, 3, 1, 3, 1]
+    built = [request for _, request in sorted((i, request) for one in together for i, request in one.items())]
     assert isinstance(built.pop(3), ValueError)
     asked.pop(3)
     for one, request in zip(asked, built, strict=True):

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -80,36 +80,39 @@ class Prompts:
     def build(self, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None = None) -> Request:
         """Build a request: by upstream's code, or on a GPU from the template of an earlier one. The arguments are those
         of Asked."""
-        (request,) = self.build_together([Asked(method, text, kwargs, token_ids)])
+        ((request,),) = (built.values() for built in self.build_together([Asked(method, text, kwargs, token_ids)]))
         if isinstance(request, Exception):
             raise request
         return request
 
+    def build_together(self, asked: Sequence[Asked]) -> Iterator[dict[int, Request | Exception]]:
+        """Build several requests, faster than one by one. Yields them as soon as they are built, by their index. If one
+        cannot be built, its error is in its place."""
+        asked = self.tokenize(asked)
+        left = {i: self.host_talker and template_key(one.method.__name__, one.kwargs) for i, one in enumerate(asked)}
+        while left:
+            built = self.build_from_templates(asked, left)
+            if not built:  # upstream builds one, and others may be like it
+                i, key = next(iter(left.items()))
+                built = {i: self.build_by_upstream(asked[i], key)}
+            for i in built:
+                del left[i]
+            yield built
+
     @torch.no_grad()
-    def build_together(self, asked: Sequence[Asked]) -> list[Request | Exception]:
-        """Build several requests, faster than one by one. If one cannot be built, its error is in its place."""
-        built = [None] * len(asked)
+    def build_from_templates(self, asked: Sequence[Asked], keys: dict) -> dict[int, Request]:
+        """Build those for which there is a template."""
+        if not self.host_talker:
+            return {}
         indices_of = collections.defaultdict(list)  # PromptTemplate -> the requests that it builds
-        with one_thread() if self.host_talker else contextlib.nullcontext():
-            asked = self.tokenize(asked)
-            for i, one in enumerate(asked):
-                try:
-                    key = template_key(one.method.__name__, one.kwargs) if self.host_talker else None
-                    template = key and self.templates.find(key)
-                    if template and template.layout:
-                        indices_of[template].append(i)
-                        continue
-                    built[i] = self.build_by_upstream(one)
-                    if key and not template:
-                        self.keep_template(key, built[i], one)
-                except Exception as error:
-                    built[i] = error
+        built = {}
+        with one_thread():
+            for i, key in keys.items():
+                template = key and self.templates.find(key)
+                if template and template.layout:
+                    indices_of[template].append(i)
             for template, indices in indices_of.items():
-                texts = [
-                    (asked[i].text_ids, reference_codes(asked[i].kwargs.get("voice_clone_prompt"))) for i in indices
-                ]
-                for i, request in zip(indices, template.fill(texts)):
-                    built[i] = request
+                built |= zip(indices, template.fill([(asked[i].text_ids, asked[i].reference) for i in indices]))
         return built
 
     def tokenize(self, asked: Sequence[Asked]) -> list[Asked]:
@@ -124,17 +127,22 @@ class Prompts:
         found = iter(ids)
         return [one._replace(token_ids=next(found)) if one.token_ids is None else one for one in asked]
 
-    def keep_template(self, key, request: Request, asked: Asked) -> None:
-        """Keep a template for the next request with the same key, unless this request will be refused."""
+    @torch.no_grad()
+    def build_by_upstream(self, asked: Asked, key) -> Request | Exception:
+        """key: for a template of this request, unless it will be refused; None: make none"""
+        try:
+            with one_thread() if self.host_talker else contextlib.nullcontext():
+                check_speaker_size(self.talker.config, asked.voice_clone_prompt)
+                check_reference(self.talker.config, asked.reference)
+                arguments = talker_arguments(asked.method, text=asked.text, token_ids=asked.token_ids, **asked.kwargs)
+                request = request_of(arguments, asked.reference, self.on_gpu)
+        except Exception as error:
+            return error
         with contextlib.suppress(ValueError):
-            self.check(request)
-            self.templates.add(key, PromptTemplate(self, request, asked.text_ids, asked.voice_clone_prompt))
-
-    def build_by_upstream(self, asked: Asked) -> Request:
-        check_speaker_size(self.talker.config, asked.voice_clone_prompt)
-        check_reference(self.talker.config, asked.reference)
-        arguments = talker_arguments(asked.method, text=asked.text, token_ids=asked.token_ids, **asked.kwargs)
-        return request_of(arguments, asked.reference, self.on_gpu)
+            if key and not self.templates.find(key):
+                self.check(request)
+                self.templates.add(key, PromptTemplate(self, request, asked.text_ids, asked.voice_clone_prompt))
+        return request
 
     @torch.no_grad()
     def embed_text(self, ids: list[int]) -> torch.Tensor:

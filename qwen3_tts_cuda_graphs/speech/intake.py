@@ -6,9 +6,8 @@ the GIL is most of the time when hundreds of requests arrive together.
 """
 
 import collections
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -120,33 +119,32 @@ class Intake:
             self.build([one for one in taken if one.done.set_running_or_notify_cancel()])
 
     def build(self, taken: list[Queued]) -> None:
-        """Build the prompts of these requests, and let them wait for a row."""
-        errors = {}  # Queued.done -> why the request has failed
-
-        @contextlib.contextmanager
-        def failing(*queued: Queued) -> Iterator[None]:
+        """Build the prompts of these requests. Each waits for a row as soon as its prompt is built."""
+        left = {}
+        for one in taken:
             try:
-                yield
-            except BaseException as error:
-                errors.update((one.done, error) for one in queued)
-
-        for one in taken:
-            with failing(one):
                 self.begin(one)
-        whole = [
-            one for one in taken if one.asked.text is not None and not (one.listener.is_closed or one.done in errors)
-        ]
-        with failing(*whole):
-            for one, request in zip(whole, self.prompts.build_together([one.asked for one in whole])):
-                with failing(one):
-                    self.load(one.listener, request)
-            self.enqueue(*[one.listener for one in whole if one.done not in errors])
-        for one in taken:
-            if error := errors.get(one.done):
-                one.listener.close(error)
-                one.done.set_exception(error)
+            except BaseException as error:
+                self.finish(one, error)
             else:
-                one.done.set_result(None)
+                if one.asked.text is None or one.listener.is_closed:
+                    self.finish(one)
+                else:
+                    left[len(left)] = one
+        try:
+            for built in self.prompts.build_together([one.asked for one in left.values()]):
+                self.enqueue_built([(left.pop(i), request) for i, request in built.items()])
+        except BaseException as error:
+            for one in left.values():
+                self.finish(one, error)
+
+    def finish(self, one: Queued, error: BaseException | None = None) -> None:
+        """Tell whoever waits for its prompt."""
+        if error is None:
+            one.done.set_result(None)
+        else:
+            one.listener.close(error)
+            one.done.set_exception(error)
 
     def begin(self, one: Queued) -> None:
         """Do what does not need a whole text."""
@@ -160,9 +158,25 @@ class Intake:
             method, _, kwargs, _ = one.asked
             listener.arriving = ArrivingText(method, listener.text_timeout, listener.max_text_tokens, **kwargs)
 
-    def load(self, listener: Listener, request: Request | Exception) -> None:
-        if isinstance(request, BaseException):
-            raise request
+    def enqueue_built(self, built: list[tuple[Queued, Request | Exception]]) -> None:
+        loaded = []
+        for one, request in built:
+            try:
+                if isinstance(request, Exception):
+                    raise request
+                self.load(one.listener, request)
+                loaded.append(one)
+            except BaseException as error:
+                self.finish(one, error)
+        error = None
+        try:
+            self.enqueue(*[one.listener for one in loaded])
+        except BaseException as closed:
+            error = closed
+        for one in loaded:
+            self.finish(one, error)
+
+    def load(self, listener: Listener, request: Request) -> None:
         self.prompts.check(request)
         listener.load(request, self.engine.runner)
 
