@@ -127,6 +127,36 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, talker):
     assert_same_state(graphs.rows, before)
 
 
+@pytest.mark.slow
+def test_how_far_one_rounding_goes():
+    """Keys of the published width, computed twice with sums in another order. Where that changes a rounding inside the
+    norm before the product, many values of the position differ: more than MAX_DIFFERENT of them in less than one of a
+    thousand positions, and never MAX_DIFFERENT_OF_ONE."""
+    generator = torch.Generator().manual_seed(0)
+    count, width = 1024, 1024
+    order = torch.randperm(width, generator=generator)
+    blocks = order.view(16, -1)
+
+    def norm(x, squares):
+        return (x * torch.rsqrt(squares / x.shape[-1] + 1e-6)).bfloat16().float()
+
+    shares = []
+    for trial in range(96):
+        gain = (1.0, 3.0)[trial % 2]
+        weight = (torch.randn(width, width, generator=generator) * gain / width**0.5).bfloat16().float()
+        x = (torch.randn(count, width, generator=generator) * gain).bfloat16().float()
+        inputs = norm(x, x.square().sum(-1, keepdim=True))
+        others = norm(x, sum(x[:, block].square().sum(-1, keepdim=True) for block in blocks))
+        products = inputs @ weight.T, sum(others[:, block] @ weight[:, block].T for block in blocks)
+        heads = [product.bfloat16().float().view(count, -1, 128) for product in products]
+        keys = [norm(head, head.square().sum(-1, keepdim=True)) for head in heads]
+        shares.append((keys[0] != keys[1]).flatten(1).float().mean(1))
+    shares = torch.cat(shares)
+    far = (shares > self_test.MAX_DIFFERENT).sum()
+    print(f"{far} of {len(shares)} positions, the worst with {shares.max():.0%}")
+    assert 0 < far < 1e-3 * len(shares) and shares.max() < self_test.MAX_DIFFERENT_OF_ONE
+
+
 # ---- Several rows
 
 ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
