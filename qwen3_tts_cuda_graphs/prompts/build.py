@@ -80,15 +80,16 @@ class Prompts:
     def build(self, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None = None) -> Request:
         """Build a request: by upstream's code, or on a GPU from the template of an earlier one. The arguments are those
         of Asked."""
-        ((request,),) = (built.values() for built in self.build_together([Asked(method, text, kwargs, token_ids)]))
-        if isinstance(request, Exception):
-            raise request
-        return request
+        (built,) = self.build_together([Asked(method, text, kwargs, token_ids)])
+        if isinstance(built[0], Exception):
+            raise built[0]
+        return built[0]
 
     def build_together(self, asked: Sequence[Asked]) -> Iterator[dict[int, Request | Exception]]:
         """Build several requests, faster than one by one. Yields them as soon as they are built, by their index. If one
         cannot be built, its error is in its place."""
         asked = self.tokenize(asked)
+        # The number of each request that is not built yet, and the key of its template
         left = {i: self.host_talker and template_key(one.method.__name__, one.kwargs) for i, one in enumerate(asked)}
         while left:
             built = self.build_from_templates(asked, left)
@@ -129,7 +130,8 @@ class Prompts:
 
     @torch.no_grad()
     def build_by_upstream(self, asked: Asked, key) -> Request | Exception:
-        """key: for a template of this request, unless it will be refused; None: make none"""
+        """Returns its error if it cannot be built. key: of the template that is made of it, unless it will be refused;
+        None: make no template"""
         try:
             with one_thread() if self.host_talker else contextlib.nullcontext():
                 check_speaker_size(self.talker.config, asked.voice_clone_prompt)

@@ -159,6 +159,7 @@ class Intake:
             listener.arriving = ArrivingText(method, listener.text_timeout, listener.max_text_tokens, **kwargs)
 
     def enqueue_built(self, built: list[tuple[Queued, Request | Exception]]) -> None:
+        """Let these requests wait for a row, except for those that could not be built."""
         loaded = []
         for one, request in built:
             try:
@@ -168,13 +169,14 @@ class Intake:
                 loaded.append(one)
             except BaseException as error:
                 self.finish(one, error)
-        error = None
         try:
             self.enqueue(*[one.listener for one in loaded])
-        except BaseException as closed:
-            error = closed
-        for one in loaded:
-            self.finish(one, error)
+        except BaseException as error:  # the engine has been closed
+            for one in loaded:
+                self.finish(one, error)
+        else:
+            for one in loaded:
+                self.finish(one)
 
     def load(self, listener: Listener, request: Request) -> None:
         self.prompts.check(request)
