@@ -55,7 +55,7 @@ from qwen3_tts_cuda_graphs.common.formats import SUBTYPES
 from qwen3_tts_cuda_graphs.common.samples import to_int16
 from qwen3_tts_cuda_graphs.serving import engine_host, voice_folder
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
+from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTAINERS, CONTENT_TYPES, Encoder
 from qwen3_tts_cuda_graphs.serving.connections import SECONDS_TO_BEGIN
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_host import RECORDING_THREADS
@@ -213,13 +213,25 @@ def test_speed_changes_the_tempo_and_keeps_the_pitch(speed):
     assert spectrum.argmax() * 24000 / len(audio) == pytest.approx(440, abs=2)
 
 
-def test_without_pyav(server, monkeypatch):
-    """wav and pcm still work; for the others the error says what to install."""
-    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.audio_formats.av", None)
-    assert server.speak(response_format="wav").status == server.speak(response_format="pcm").status == 200
-    for fields in ({}, {"response_format": "flac"}, {"response_format": "pcm", "speed": 2}):
+@pytest.mark.parametrize(
+    "package, without, others",
+    [
+        (
+            "av",
+            [{"response_format": "flac"}, {"response_format": "pcm", "speed": 2}, {"speed": 2}],
+            ["wav", "pcm", "mp3"],
+        ),
+        ("lameenc", [{}, {"response_format": "mp3"}], ["wav", "pcm", "flac"]),
+    ],
+)
+def test_without_a_library_for_encoding(server, monkeypatch, package, without, others):
+    """Formats that do not need it still work; for the others the error says what to install."""
+    monkeypatch.setattr(f"qwen3_tts_cuda_graphs.serving.audio_formats.{package}", None)
+    for name in others:
+        assert server.speak(response_format=name).status == 200
+    for fields in without:
         answer = server.speak(**fields)
-        assert answer.status == 400 and "pip install av" in answer.error["message"]
+        assert answer.status == 400 and f"pip install {package} there" in answer.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -526,7 +538,7 @@ def test_malformed_files_are_not_converted(server, wav, name):
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("name", CONTAINERS)
 def test_an_encoder_is_freed_at_once(name, is_finished):
     """It holds megabytes of FFmpeg. It was part of a reference cycle, and full garbage collections are rare."""
 

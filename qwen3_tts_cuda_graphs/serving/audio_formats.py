@@ -1,7 +1,7 @@
 """Encodes speech in the format, speed and sample rate that a client requests.
 
 PyAV, which includes FFmpeg's libraries, encodes and changes the tempo as the speech is generated; soxr resamples it.
-Plain samples need neither.
+lameenc encodes mp3: its LAME is three times as fast as the one in PyAV's wheels. Plain samples need none of them.
 """
 
 import contextlib
@@ -24,6 +24,10 @@ try:
     from qwen3_tts_cuda_graphs.common.tempo import Tempo, audio_frame
 except ImportError:  # reported by check_encoding
     av = None
+try:
+    import lameenc
+except ImportError:
+    lameenc = None
 
 CONTENT_TYPES = {
     "wav": "audio/wav",
@@ -35,15 +39,17 @@ CONTENT_TYPES = {
     "mulaw": "audio/ulaw",  # Twilio's <Play> accepts this name and not audio/basic
     "alaw": "audio/alaw",
 }
-# For each format: FFmpeg's container, codec, bits per second, options of the container, options of the codec. The last
-# make it about twice as fast as its defaults. An mp3 consists of frames only, so that answers can be concatenated. A
-# page of Ogg has only one packet: FFmpeg sends a page when the next one is full, and the first 80 ms would give none.
-COMPRESSED = {
+COMPRESSED = "flac", "mp3", "opus", "aac"
+# For each format of PyAV: FFmpeg's container, codec, kbit/s, options of the container, options of the codec. The last
+# make it about twice as fast as its defaults. A page of Ogg has only one packet: FFmpeg sends a page when the next one
+# is full, and the first 80 ms would give none.
+CONTAINERS = {
     "flac": ("flac", "flac", None, {}, {}),
-    "mp3": ("mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}, {"compression_level": "7"}),
-    "opus": ("ogg", "libopus", 64_000, {"page_duration": "20000"}, {"compression_level": "5"}),
-    "aac": ("adts", "aac", 96_000, {}, {"aac_coder": "fast"}),
+    "opus": ("ogg", "libopus", 64, {"page_duration": "20000"}, {"compression_level": "5"}),
+    "aac": ("adts", "aac", 96, {}, {"aac_coder": "fast"}),
 }
+MP3_KILOBITS = 96
+MP3_QUALITY = 7  # LAME's, from 0, the best, to 9
 FLAC_LENGTH = 18, 26  # range of bytes whose last 36 bits are the number of samples, 0 if unknown
 SAMPLE_RATES = range(8000, 96001)  # of clients' files
 NOTHING = np.empty(0, np.int16)
@@ -51,14 +57,21 @@ NOTHING = np.empty(0, np.int16)
 
 def check_encoding(options: SpeechOptions) -> None:
     """Raises if this server lacks the library for the format or the speed."""
-    if av is None and (options.response_format in COMPRESSED or options.speed != 1):
-        what = options.response_format if options.response_format in COMPRESSED else "speed"
-        raise ApiError(
-            f"{what} needs PyAV, which this server lacks: run pip install av there, or ask for wav, pcm, "
-            "mulaw or alaw at speed 1",
-            param="response_format" if what == options.response_format else "speed",
-            code="not_installed",
-        )
+    name = options.response_format
+    if name == "mp3" and lameenc is None:
+        what, field, library, package = name, "response_format", "lameenc", "lameenc"
+    elif av is None and name in CONTAINERS:
+        what, field, library, package = name, "response_format", "PyAV", "av"
+    elif av is None and options.speed != 1:
+        what, field, library, package = "speed", "speed", "PyAV", "av"
+    else:
+        return
+    raise ApiError(
+        f"{what} needs {library}, which this server lacks: run pip install {package} there, or ask for wav, pcm, "
+        "mulaw or alaw at speed 1",
+        param=field,
+        code="not_installed",
+    )
 
 
 def encoder_arguments(options: SpeechOptions, rate: int) -> tuple:
@@ -82,7 +95,7 @@ def convert(wav: bytes, options: SpeechOptions) -> bytes:
         encoder = Encoder(*encoder_arguments(options, rate))
         pieces = [encoder.add(samples), encoder.finish()]
         return b"".join(with_length(options.response_format, encoder.rate, encoder.samples, pieces))
-    except av.FFmpegError:
+    except (av.FFmpegError, RuntimeError):  # the latter from lameenc
         raise ValueError(f"{options.response_format} cannot have {rate} Hz: send a WAV file of 24,000 Hz") from None
 
 
@@ -104,7 +117,7 @@ class Encoder:
         self.new_tempo = partial(Tempo, rate, speed) if speed != 1 else lambda: None
         self.tempo = self.new_tempo()
         self.resampler = Resampler(rate, self.rate) if self.rate != rate else None
-        self.file = CompressedFile(name, self.rate, bit_rate) if name in COMPRESSED else None
+        self.file = compressed_file(name, self.rate, bit_rate) if name in COMPRESSED else None
         self.header = wav_header(self.rate, UNKNOWN_LENGTH) if name == "wav" else b""
 
     @property
@@ -160,6 +173,32 @@ def slices(data: bytes, size: int) -> Iterator[bytes]:
     return (data[start : start + size] for start in range(0, len(data), size))
 
 
+def compressed_file(name: str, rate: int, kilobits: int | None) -> "Mp3File | CompressedFile":
+    """kilobits: per second; None: the default of the format"""
+    return Mp3File(rate, kilobits) if name == "mp3" else CompressedFile(name, rate, kilobits)
+
+
+class Mp3File:
+    """It consists of frames only, so that answers can be concatenated."""
+
+    def __init__(self, rate: int, kilobits: int | None):
+        self.samples = 0
+        self.lame = lameenc.Encoder()
+        self.lame.silence()  # no messages
+        self.lame.set_channels(1)
+        self.lame.set_in_sample_rate(rate)
+        self.lame.set_out_sample_rate(rate)
+        self.lame.set_bit_rate(kilobits or MP3_KILOBITS)
+        self.lame.set_quality(MP3_QUALITY)
+
+    def add(self, samples: np.ndarray) -> bytes:
+        self.samples += len(samples)
+        return bytes(self.lame.encode(samples.tobytes()))
+
+    def finish(self) -> bytes:
+        return bytes(self.lame.flush())
+
+
 class Written(list):
     """The file object that PyAV writes to. Not the CompressedFile itself, which would be a reference cycle."""
 
@@ -170,8 +209,7 @@ class Written(list):
 
 class CompressedFile:
     def __init__(self, name: str, rate: int, kilobits: int | None):
-        """kilobits: per second; None: that of COMPRESSED"""
-        container, codec, bit_rate, container_options, codec_options = COMPRESSED[name]
+        container, codec, own_kilobits, container_options, codec_options = CONTAINERS[name]
         self.written = Written()
         self.rate = rate
         self.samples = 0
@@ -180,8 +218,8 @@ class CompressedFile:
         )
         self.stream = self.container.add_stream(codec, rate=rate, layout="mono")
         self.stream.codec_context.options = codec_options
-        if bit_rate:
-            self.stream.bit_rate = 1000 * kilobits if kilobits else bit_rate
+        if kilobits or own_kilobits:
+            self.stream.bit_rate = 1000 * (kilobits or own_kilobits)
         self.container.start_encoding()  # opens the codec, which takes a millisecond, before the first samples
 
     def __del__(self):
