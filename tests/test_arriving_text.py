@@ -410,7 +410,7 @@ def test_a_text_that_does_not_fit_is_cut(voice, text, ends, size):
     with engine_of(tts, 2) as engine:
         while (rest := text[len("".join(utterances)) :]).strip():
             listener = Listener(engine, print, max_text_tokens=most)
-            listener.ask(tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2}).result()
+            listener.ask(tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2})
             for piece in [*(rest[start : start + size] for start in range(0, len(rest), size)), None]:
                 listener.push(piece).result()
             assert listener.arriving.is_finished and not listener.arriving.error

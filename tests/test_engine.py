@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import gc
 import itertools
+import queue
 import random
 import threading
 import time
@@ -173,17 +174,19 @@ def test_prompts_that_wait_are_built_together(voice):
         asked = [threads.submit(engine.ask, **request) for request in requests]
         while engine.intake.preparing < len(requests):
             time.sleep(0.001)
-        cancelled, wrong, long = (Listener(engine, lambda item: None) for _ in range(3))
-        cancelled.ask(voice.fast_method, "Never spoken.", None, voice.arguments).cancel()
-        is_wrong = wrong.ask(voice.fast_method, "Wrong.", None, voice.arguments | dict(language="Klingon"))
-        is_too_long = long.ask(voice.fast_method, "word " * 1600, None, voice.arguments)
+        items = [queue.SimpleQueue() for _ in range(3)]
+        cancelled, wrong, long = (Listener(engine, own.put) for own in items)
+        cancelled.ask(voice.fast_method, "Never spoken.", None, voice.arguments)
+        cancelled.cancel()
+        wrong.ask(voice.fast_method, "Wrong.", None, voice.arguments | dict(language="Klingon"))
+        long.ask(voice.fast_method, "word " * 1600, None, voice.arguments)
         may_go_on.set()
         for chunks, audio in zip(asked, expected, strict=True):
             assert_same(joined(chunks.result(LIMIT)), audio)
         with pytest.raises(ValueError, match="Klingon"):
-            is_wrong.result(LIMIT)
+            raise items[1].get(timeout=LIMIT)
         with pytest.raises(ValueError, match="raise max_seq_len"):
-            is_too_long.result(LIMIT)
+            raise items[2].get(timeout=LIMIT)
         assert not engine.intake.queued and not engine.intake.preparing
     assert [sorted(texts) for texts in together] == [
         sorted(["Wrong.", *(request["text"] for request in requests)]),
@@ -204,15 +207,15 @@ def test_a_prompt_does_not_wait_for_those_after_it(voice):
         with mock.patch.object(engine.tts.prompts, "build_by_upstream", build_when_allowed):
             engine.intake.thread.submit(begin.wait, LIMIT)
             listeners = [Listener(engine, lambda item: None) for _ in range(2)]
-            first, second = (
-                listener.ask(voice.fast_method, text, None, voice.arguments)
-                for listener, text in zip(listeners, ["Hello.", "A second one."])
-            )
+            built = [threading.Event() for _ in listeners]
+            for listener, text, event in zip(listeners, ["Hello.", "A second one."], built):
+                listener.ask(voice.fast_method, text, None, voice.arguments, event.set)
             begin.set()
-            first.result(60)
-            assert not second.done()
-            go_on.set()
-            second.result(LIMIT)
+            try:
+                assert built[0].wait(60) and not built[1].is_set()
+            finally:
+                go_on.set()
+            assert built[1].wait(LIMIT)
         for listener in listeners:
             listener.cancel()
 

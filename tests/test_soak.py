@@ -127,10 +127,10 @@ class Soak:
         self.memory = []
         submit, decode_chunk, rows = engine.intake.submit, engine.runner.decode_chunk, engine.runner.rows
 
-        def submit_and_remember(stream, method, text, seed, kwargs):
+        def submit_and_remember(stream, method, text, seed, *others):
             if seed % keep_every == 0:
                 self.codes[seed] = stream.kept_codes = []
-            return submit(stream, method, text, seed, kwargs)
+            submit(stream, method, text, seed, *others)
 
         def decode_and_keep(streams, size, hand_over):
             for one in streams:

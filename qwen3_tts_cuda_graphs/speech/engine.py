@@ -25,7 +25,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -47,6 +46,7 @@ from qwen3_tts_cuda_graphs.speech.whole_calls import value_for
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MAX_BATCHES_IN_CODEC = 8  # with so many batches in the codec, the engine waits for it
+BUILT = object()  # what `stream` gets when its prompt is built
 TEXT_CHECK_INTERVAL = 0.1  # seconds between two checks of arriving texts for a timeout
 
 
@@ -130,7 +130,9 @@ class Engine:
         items = queue.SimpleQueue()
         listener = Listener(self, items.put, text_timeout)
         try:
-            listener.ask(method, None if arrives else check_text(text), seed, kwargs).result()
+            listener.ask(method, None if arrives else check_text(text), seed, kwargs, lambda: items.put(BUILT))
+            if (item := items.get()) is not BUILT:
+                raise item
         except BaseException:
             listener.cancel()
             raise
@@ -159,14 +161,14 @@ class Engine:
                 listener.cancel()
 
         listener = Listener(self, put, text_timeout)
-        asked = reader = None
+        reader = None
         try:
             self.check_model(method)
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
             is_async = hasattr(text, "__aiter__")
             arrives = is_async or is_arriving(text)
-            asked = listener.ask(method, None if arrives else check_text(text), seed, kwargs)
+            listener.ask(method, None if arrives else check_text(text), seed, kwargs)
             if is_async:
                 reader = asyncio.create_task(aread_pieces(text, listener.push))
             elif arrives:
@@ -175,8 +177,8 @@ class Engine:
                 yield audio, self.rate
         finally:
             listener.cancel()
-            for work in filter(None, (asked, reader)):
-                work.cancel()
+            if reader:
+                reader.cancel()
 
     def generate(
         self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
@@ -403,7 +405,7 @@ class Engine:
             with contextlib.suppress(queue.Empty):
                 return self.decoding.get(timeout=timeout)
 
-    def wake_delivery(self, _: Future) -> None:
+    def wake_delivery(self) -> None:
         """Have the delivery thread check the arriving texts now. While its queue is full it is awake anyway."""
         self.next_text_check = 0.0
         with contextlib.suppress(queue.Full):

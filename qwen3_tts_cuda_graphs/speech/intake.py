@@ -6,6 +6,7 @@ the GIL is most of the time when hundreds of requests arrive together.
 """
 
 import collections
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +34,7 @@ class Queued(NamedTuple):
     asked: Asked  # its text is None if it is still to come
     seed: int | None
     inputs_ready: torch.cuda.Event | None  # recorded after the work that made its voice on the GPU
-    done: Future  # see Listener.ask
+    built: Callable[[], None]  # see Listener.ask
 
 
 class Intake:
@@ -42,7 +43,7 @@ class Intake:
         self.speech = speech = engine.speech
         self.prompts = speech.tts.prompts
         self.changed = engine.changed  # notified when a request begins to wait for a row, and when it has new text
-        self.queued = collections.deque()  # Queued, in the order of the calls
+        self.queued = {}  # Listener -> Queued, in the order of the calls
         self.waiting = collections.deque()  # listeners that wait for a row
         self.preparing = 0  # requests whose prompts have not been built yet
         self.prepared = 0  # requests whose prompts have been built, or have failed
@@ -56,14 +57,21 @@ class Intake:
             # The small kernels of a prompt must not wait behind those of the frames.
             torch.cuda.set_stream(torch.cuda.Stream(self.speech.device, priority=-2))
 
-    def submit(self, listener: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
+    def submit(
+        self,
+        listener: Listener,
+        method: Callable,
+        text: str | None,
+        seed: int | None,
+        kwargs: dict,
+        built: Callable[[], None],
+    ) -> None:
         """Queue a request: its prompt is built, then it waits for a row. `text` is None if it is still to come."""
         self.speech.turns.check_process()
         check_seed(seed)
         self.check_length(len(text or ""))
         # The caller may have made a voice on its own CUDA stream.
         inputs_ready = self.speech.runner.record_event() if is_on_gpu(kwargs.get("voice_clone_prompt")) else None
-        done = Future()
         with self.changed:
             self.engine.check_running()
             free = self.engine.runner.row_count - len(self.engine.active)
@@ -72,19 +80,22 @@ class Intake:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
             if not self.queued:
                 self.thread.submit(self.build_queued)
-            self.queued.append(Queued(listener, Asked(method, text, kwargs), seed, inputs_ready, done))
+            self.queued[listener] = Queued(listener, Asked(method, text, kwargs), seed, inputs_ready, built)
             self.preparing += 1
             self.engine.listeners.add(listener)
-        # Called as well if `done` is cancelled before the prompt is built.
-        done.add_done_callback(self.prompt_is_done)
-        if text is None:
-            done.add_done_callback(self.engine.wake_delivery)
-        return done
 
-    def prompt_is_done(self, _: Future) -> None:
+    def cancel(self, listener: Listener) -> None:
+        """Forget a request that is queued or waits for a row. The caller holds the lock."""
+        if self.queued.pop(listener, None):
+            self.count_prepared(1)
+        with contextlib.suppress(ValueError):
+            self.waiting.remove(listener)
+
+    def count_prepared(self, requests: int) -> None:
+        """Note that so many prompts have been built, have failed or are not wanted any more."""
         with self.changed:
-            self.preparing -= 1
-            self.prepared += 1
+            self.preparing -= requests
+            self.prepared += requests
             if not self.preparing:  # the engine may be waiting for this
                 self.changed.notify_all()
 
@@ -107,16 +118,17 @@ class Intake:
         taken, characters = [], 0
         with self.changed:
             while self.queued and len(taken) < MAX_TOGETHER:
-                characters += len(self.queued[0].asked.text or "")
+                one = next(iter(self.queued.values()))
+                characters += len(one.asked.text or "")
                 if taken and characters > CHARACTERS_TOGETHER:
                     break
-                taken.append(self.queued.popleft())
+                taken.append(self.queued.pop(one.listener))
         return taken
 
     @torch.no_grad()
     def build_queued(self) -> None:
         while taken := self.take_queued():
-            self.build([one for one in taken if one.done.set_running_or_notify_cancel()])
+            self.build(taken)
 
     def build(self, taken: list[Queued]) -> None:
         """Build the prompts of these requests. Each waits for a row as soon as its prompt is built."""
@@ -125,26 +137,25 @@ class Intake:
             try:
                 self.begin(one)
             except BaseException as error:
-                self.finish(one, error)
+                self.fail(one, error)
             else:
-                if one.asked.text is None or one.listener.is_closed:
-                    self.finish(one)
-                else:
+                if one.asked.text is not None and not one.listener.is_closed:
                     left[len(left)] = one
+                    continue
+                one.built()
+                self.count_prepared(1)
+                if one.asked.text is None:
+                    self.engine.wake_delivery()
         try:
             for built in self.prompts.build_together([one.asked for one in left.values()]):
                 self.enqueue_built([(left.pop(i), request) for i, request in built.items()])
         except BaseException as error:
             for one in left.values():
-                self.finish(one, error)
+                self.fail(one, error)
 
-    def finish(self, one: Queued, error: BaseException | None = None) -> None:
-        """Tell whoever waits for its prompt."""
-        if error is None:
-            one.done.set_result(None)
-        else:
-            one.listener.close(error)
-            one.done.set_exception(error)
+    def fail(self, one: Queued, error: BaseException) -> None:
+        one.listener.close(error)
+        self.count_prepared(1)
 
     def begin(self, one: Queued) -> None:
         """Do what does not need a whole text."""
@@ -167,16 +178,16 @@ class Intake:
                     raise request
                 self.load(one.listener, request)
                 loaded.append(one)
+                one.built()  # before it can be admitted: no audio comes before this
             except BaseException as error:
-                self.finish(one, error)
+                self.fail(one, error)
         try:
             self.enqueue(*[one.listener for one in loaded])
         except BaseException as error:  # the engine has been closed
             for one in loaded:
-                self.finish(one, error)
+                self.fail(one, error)
         else:
-            for one in loaded:
-                self.finish(one)
+            self.count_prepared(len(loaded))
 
     def load(self, listener: Listener, request: Request) -> None:
         self.prompts.check(request)

@@ -9,7 +9,6 @@
 `Engine.stream`, `astream`, `generate` and the server differ in what they do with the audio, and in who pushes the text.
 """
 
-import contextlib
 import math
 import queue
 from collections.abc import Callable, Iterator
@@ -49,14 +48,21 @@ class Listener(Utterance):
 
     # ---- For the caller, in any thread
 
-    def ask(self, method: Callable, text: str | None, seed: int | None, arguments: dict) -> Future:
-        """Queue the request. The Future is done when its prompt is built. If that fails, the Future and `put` get the
-        error.
+    def ask(
+        self,
+        method: Callable,
+        text: str | None,
+        seed: int | None,
+        arguments: dict,
+        built: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queue the request. If its prompt cannot be built, `put` gets the error.
 
         text: None if it is still to come
         arguments: the method's other arguments
+        built: called when its prompt is built, before any audio
         """
-        return self.engine.intake.submit(self, method, text, seed, arguments)
+        self.engine.intake.submit(self, method, text, seed, arguments, built)
 
     def push(self, piece: str | BaseException | None) -> Future:
         """Take the next piece of its text, END, or the iterator's error. The Future says whether more is wanted."""
@@ -78,8 +84,7 @@ class Listener(Utterance):
         with self.engine.changed:
             self.close()
             self.engine.listeners.discard(self)
-            with contextlib.suppress(ValueError):  # it was not waiting for a row
-                self.engine.intake.waiting.remove(self)
+            self.engine.intake.cancel(self)
             self.engine.changed.notify_all()
 
     def receive(self, item):
