@@ -178,16 +178,17 @@ class Intake:
                     raise request
                 self.load(one.listener, request)
                 loaded.append(one)
-                one.built()  # before it can be admitted: no audio comes before this
             except BaseException as error:
                 self.fail(one, error)
         try:
-            self.enqueue(*[one.listener for one in loaded])
+            with self.changed:  # until it is released, none of them is admitted: no audio comes before `built`
+                self.enqueue(*[one.listener for one in loaded])
+                for one in loaded:
+                    one.built()
+                self.count_prepared(len(loaded))
         except BaseException as error:  # the engine has been closed
             for one in loaded:
                 self.fail(one, error)
-        else:
-            self.count_prepared(len(loaded))
 
     def load(self, listener: Listener, request: Request) -> None:
         self.prompts.check(request)
