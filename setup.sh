@@ -110,6 +110,7 @@ if [ -z "$system_torch" ] && command -v uv > /dev/null; then
 else  # no warnings about missing dependencies of qwen-tts and librosa, which are left out on purpose
   install="$venv/bin/python -m pip install $quiet --no-warn-conflicts --disable-pip-version-check"
   uninstall="$venv/bin/python -m pip uninstall --quiet --yes"
+  $install --upgrade pip  # Python's own is old, and takes twice as long to find the packages
 fi
 
 # Install the packages, and qwen-tts without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz
@@ -122,7 +123,7 @@ $install --no-deps "$qwen_tts"
 $uninstall scikit-learn
 # Install the package itself, in place, with the command $venv/bin/qwen3-tts. Only once, because building it needs the
 # network.
-[ $venv/bin/qwen3-tts -nt pyproject.toml ] || $install --no-deps --editable .
+[ $venv/bin/qwen3-tts -nt pyproject.toml ] || PYTHONWARNINGS=ignore $install --no-deps --editable .
 # Import in the background: the first import compiles torch and transformers, which takes as long as installing the rest.
 first_import="import qwen3_tts_cuda_graphs.common.loading"
 $venv/bin/python -c "$first_import" &
