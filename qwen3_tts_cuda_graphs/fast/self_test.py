@@ -39,7 +39,7 @@ TALKER_CHOICES = 16
 # Limits, between what a correct kernel gives (50 runs of each size with random weights, results/self_test_*.json) and
 # what wrong ones give (tests/test_self_test.py).
 MAX_DIFFERENT = 0.06  # of a phase, the median of positions. Right: below 0.01; one rounding left out: above 0.15
-MAX_DIFFERENT_OF_ONE = 0.6  # at each position. Right: up to 0.1, rarely 0.3 (CONTRIBUTING.md); that of another row: nearly 1
+MAX_DIFFERENT_OF_ONE = 0.6  # at each position. Right: up to 0.1, rarely 0.3; that of another row: nearly 1
 NO_DIFFERENCE = 1e-6
 MAX_ERROR = 1.5  # of many values. Right: 0.92 to 1.09
 MAX_ERROR_OF_ONE = 3.0  # of a single vector. Right: 0.8 to 1.19; a layer left out of the first pass: 57
