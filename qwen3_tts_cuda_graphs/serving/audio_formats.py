@@ -45,7 +45,7 @@ COMPRESSED = "flac", "mp3", "opus", "aac"
 # is full, and the first 80 ms would give none.
 CONTAINERS = {
     "flac": ("flac", "flac", None, {}, {}),
-    "opus": ("ogg", "libopus", 64, {"page_duration": "20000"}, {"compression_level": "5"}),
+    "opus": ("ogg", "libopus", 64, {"page_duration": "20000"}, {"compression_level": "3"}),
     "aac": ("adts", "aac", 96, {}, {"aac_coder": "fast"}),
 }
 MP3_KILOBITS = 96
