@@ -138,14 +138,14 @@ class Intake:
                 self.begin(one)
             except BaseException as error:
                 self.fail(one, error)
-            else:
-                if one.asked.text is not None and not one.listener.is_closed:
-                    left[len(left)] = one
-                    continue
+                continue
+            if one.asked.text is None or one.listener.is_closed:  # there is nothing to build, or not yet
                 one.built()
                 self.count_prepared(1)
                 if one.asked.text is None:
                     self.engine.wake_delivery()
+            else:
+                left[len(left)] = one
         try:
             for built in self.prompts.build_together([one.asked for one in left.values()]):
                 self.enqueue_built([(left.pop(i), request) for i, request in built.items()])
