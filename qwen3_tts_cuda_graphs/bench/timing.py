@@ -45,7 +45,7 @@ class Effort:
     late_chunk_frames: int = 750  # length of the stream (60 s) that is checked for late chunks
 
     # --streams
-    streams: tuple[int, ...] = (1, 4, 8, 16, 64, 256)  # numbers of listeners who ask at once
+    streams: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128, 256)  # numbers of listeners who ask at once
     streams_runs: int = 5  # for each of these numbers, because single runs differ by 5 to 10%
     long_streams: tuple[int, ...] = (320, 400)  # numbers of listeners who ask at once, for 60 s each
     poisson_seconds: float = 60  # duration of requests at random times
