@@ -110,7 +110,8 @@ if [ -z "$system_torch" ] && command -v uv > /dev/null; then
 else  # no warnings about missing dependencies of qwen-tts and librosa, which are left out on purpose
   install="$venv/bin/python -m pip install $quiet --no-warn-conflicts --disable-pip-version-check"
   uninstall="$venv/bin/python -m pip uninstall --quiet --yes"
-  $install --upgrade pip  # Python's own is old, and takes twice as long to find the packages
+  # Python's own pip is old, and takes twice as long to find the packages.
+  [ -x $venv/bin/qwen3-tts ] || $install --upgrade pip
 fi
 
 # Install the packages, and qwen-tts without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz

@@ -715,6 +715,26 @@ def test_cancelled_while_its_prompt_is_queued(voice):
     asyncio.run(main())
 
 
+def test_cancelled_requests_do_not_hide_a_prompt_that_stands_still(voice):
+    """The server replaces an engine whose prompt thread hangs, also while others ask and leave."""
+    with engine_for(voice, 2) as engine:
+        release = threading.Event()
+        engine.intake.thread.submit(release.wait, LIMIT)
+        hanging, *others = (Listener(engine, lambda item: None) for _ in range(20))
+        try:
+            hanging.ask(voice.fast_method, "Hello.", None, voice.arguments)
+            noticed = set()
+            for listener in others:
+                listener.ask(voice.fast_method, "Hello.", None, voice.arguments)
+                noticed.add(engine.stands_still(0.1))
+                listener.cancel()
+                time.sleep(0.02)
+            assert "prompt" in noticed
+        finally:
+            release.set()
+            hanging.cancel()
+
+
 def test_a_bad_reference_fails_alone(voices):
     """If a stream cannot be admitted, its listener gets the error, and the engine continues. The requests that were
     admitted with it are prefilled again, with the same random numbers."""

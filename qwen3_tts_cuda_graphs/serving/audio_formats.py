@@ -40,14 +40,15 @@ CONTENT_TYPES = {
     "alaw": "audio/alaw",
 }
 COMPRESSED = "flac", "mp3", "opus", "aac"
-# For each format of PyAV: FFmpeg's container, codec, kbit/s, options of the container, options of the codec. The last
-# make it about twice as fast as its defaults. A page of Ogg has only one packet: FFmpeg sends a page when the next one
-# is full, and the first 80 ms would give none.
+# For each format of PyAV: FFmpeg's container, codec, kbit/s, options of the container, options of the codec. With the
+# latter a codec is about twice as fast as with its defaults. A page of Ogg has only one packet: FFmpeg sends a page
+# when the next one is full, and the first 80 ms would give none.
 CONTAINERS = {
     "flac": ("flac", "flac", None, {}, {}),
     "opus": ("ogg", "libopus", 64, {"page_duration": "20000"}, {"compression_level": "3"}),
     "aac": ("adts", "aac", 96, {}, {"aac_coder": "fast"}),
 }
+ENCODER_ERRORS = (RuntimeError, av.FFmpegError) if av else RuntimeError  # lameenc raises a RuntimeError
 MP3_KILOBITS = 96
 MP3_QUALITY = 7  # LAME's, from 0, the best, to 9
 FLAC_LENGTH = 18, 26  # range of bytes whose last 36 bits are the number of samples, 0 if unknown
@@ -67,8 +68,8 @@ def check_encoding(options: SpeechOptions) -> None:
     else:
         return
     raise ApiError(
-        f"{what} needs {library}, which this server lacks: run pip install {package} there, or ask for wav, pcm, "
-        "mulaw or alaw at speed 1",
+        f"{what} needs {library}, which this server lacks: run pip install {package} there, or ask for wav or pcm at "
+        "speed 1",
         param=field,
         code="not_installed",
     )
@@ -95,7 +96,7 @@ def convert(wav: bytes, options: SpeechOptions) -> bytes:
         encoder = Encoder(*encoder_arguments(options, rate))
         pieces = [encoder.add(samples), encoder.finish()]
         return b"".join(with_length(options.response_format, encoder.rate, encoder.samples, pieces))
-    except (av.FFmpegError, RuntimeError):  # the latter from lameenc
+    except ENCODER_ERRORS:
         raise ValueError(f"{options.response_format} cannot have {rate} Hz: send a WAV file of 24,000 Hz") from None
 
 
@@ -190,6 +191,7 @@ class Mp3File:
         self.lame.set_out_sample_rate(rate)
         self.lame.set_bit_rate(kilobits or MP3_KILOBITS)
         self.lame.set_quality(MP3_QUALITY)
+        self.lame.encode(b"")  # opens LAME, which takes a millisecond, before the first samples
 
     def add(self, samples: np.ndarray) -> bytes:
         self.samples += len(samples)

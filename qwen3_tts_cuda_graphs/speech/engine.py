@@ -46,7 +46,7 @@ from qwen3_tts_cuda_graphs.speech.whole_calls import value_for
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MAX_BATCHES_IN_CODEC = 8  # with so many batches in the codec, the engine waits for it
-BUILT = object()  # what `stream` gets when its prompt is built
+BUILT = object()  # what `stream` gets from `built` of Listener.ask
 TEXT_CHECK_INTERVAL = 0.1  # seconds between two checks of arriving texts for a timeout
 
 

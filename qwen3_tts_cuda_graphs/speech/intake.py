@@ -34,7 +34,7 @@ class Queued(NamedTuple):
     asked: Asked  # its text is None if it is still to come
     seed: int | None
     inputs_ready: torch.cuda.Event | None  # recorded after the work that made its voice on the GPU
-    built: Callable[[], None]  # see Listener.ask
+    built: Callable[[], None]  # as in Listener.ask
 
 
 class Intake:
@@ -87,17 +87,22 @@ class Intake:
     def cancel(self, listener: Listener) -> None:
         """Forget a request that is queued or waits for a row. The caller holds the lock."""
         if self.queued.pop(listener, None):
-            self.count_prepared(1)
+            self.count_out(1)
         with contextlib.suppress(ValueError):
             self.waiting.remove(listener)
 
-    def count_prepared(self, requests: int) -> None:
-        """Note that so many prompts have been built, have failed or are not wanted any more."""
+    def count_out(self, requests: int) -> None:
+        """So many requests wait for their prompts no longer."""
         with self.changed:
             self.preparing -= requests
-            self.prepared += requests
             if not self.preparing:  # the engine may be waiting for this
                 self.changed.notify_all()
+
+    def count_prepared(self, requests: int) -> None:
+        """So many prompts have been built, or have failed."""
+        with self.changed:
+            self.prepared += requests
+            self.count_out(requests)
 
     def check_length(self, characters: int) -> None:
         """Refuse a text that cannot fit before it is tokenized, because all other requests would wait for that."""
@@ -140,8 +145,8 @@ class Intake:
                 self.fail(one, error)
                 continue
             if one.asked.text is None or one.listener.is_closed:  # there is nothing to build, or not yet
-                one.built()
                 self.count_prepared(1)
+                one.built()
                 if one.asked.text is None:
                     self.engine.wake_delivery()
             else:
@@ -154,8 +159,8 @@ class Intake:
                 self.fail(one, error)
 
     def fail(self, one: Queued, error: BaseException) -> None:
-        one.listener.close(error)
         self.count_prepared(1)
+        one.listener.close(error)
 
     def begin(self, one: Queued) -> None:
         """Do what does not need a whole text."""

@@ -60,7 +60,7 @@ class Listener(Utterance):
 
         text: None if it is still to come
         arguments: the method's other arguments
-        built: called when its prompt is built, before any audio
+        built: called when its prompt is built, before any audio; without a text, when pieces of it can be pushed
         """
         self.engine.intake.submit(self, method, text, seed, arguments, built)
 
