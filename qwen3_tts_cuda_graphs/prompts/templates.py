@@ -97,19 +97,16 @@ class PromptTemplate:
         embeddings = self.table.new_empty(len(all_ids), self.table.shape[1], pin_memory=self.prompts.on_gpu)
         ids = torch.from_numpy(np.array(all_ids))  # numpy converts a long list faster than torch
         torch.index_select(self.table, 0, ids, out=embeddings)
-        pieces = embeddings.split_with_sizes(sizes)  # of each prompt: tokens + codec_pad, tokens + codes, tokens
+        pieces = embeddings.split(sizes)  # of each prompt: tokens + codec_pad, tokens + codes, tokens
         if not is_streaming:
             torch._foreach_add_(pieces[0::3], [self.codec_pad] * len(texts))
         torch._foreach_add_(pieces[1::3], [self.codes] * len(texts))
-        pieces = embeddings.split_with_sizes(cuts)
-        same = self.request
+        pieces = embeddings.split(cuts)
         return [
-            Request(
+            replace(
+                self.request,
                 prefix=torch.cat([prefix, in_prefix]) if len(in_prefix) else prefix,
-                prefix_key=same.prefix_key,
                 inputs=inputs,
-                settings=same.settings,
-                max_new_tokens=same.max_new_tokens,
                 reference=reference,
             )
             for in_prefix, inputs, (_, reference) in zip(pieces[0::2], pieces[1::2], texts)

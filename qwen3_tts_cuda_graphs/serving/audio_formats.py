@@ -39,7 +39,6 @@ CONTENT_TYPES = {
     "mulaw": "audio/ulaw",  # Twilio's <Play> accepts this name and not audio/basic
     "alaw": "audio/alaw",
 }
-COMPRESSED = "flac", "mp3", "opus", "aac"
 # For each format of PyAV: FFmpeg's container, codec, kbit/s, options of the container, options of the codec. With the
 # latter a codec is about twice as fast as with its defaults. A page of Ogg has only one packet: FFmpeg sends a page
 # when the next one is full, and the first 80 ms would give none.
@@ -48,6 +47,7 @@ CONTAINERS = {
     "opus": ("ogg", "libopus", 64, {"page_duration": "20000"}, {"compression_level": "3"}),
     "aac": ("adts", "aac", 96, {}, {"aac_coder": "fast"}),
 }
+COMPRESSED = (*CONTAINERS, "mp3")
 ENCODER_ERRORS = (RuntimeError, av.FFmpegError) if av else RuntimeError  # lameenc raises a RuntimeError
 MP3_KILOBITS = 96
 MP3_QUALITY = 7  # LAME's, from 0, the best, to 9
@@ -60,19 +60,16 @@ def check_encoding(options: SpeechOptions) -> None:
     """Raises if this server lacks the library for the format or the speed."""
     name = options.response_format
     if name == "mp3" and lameenc is None:
-        what, field, library, package = name, "response_format", "lameenc", "lameenc"
-    elif av is None and name in CONTAINERS:
-        what, field, library, package = name, "response_format", "PyAV", "av"
-    elif av is None and options.speed != 1:
-        what, field, library, package = "speed", "speed", "PyAV", "av"
-    else:
-        return
-    raise ApiError(
-        f"{what} needs {library}, which this server lacks: run pip install {package} there, or ask for wav or pcm at "
-        "speed 1",
-        param=field,
-        code="not_installed",
-    )
+        raise not_installed(name, "response_format", "lameenc", "lameenc")
+    if name in CONTAINERS and av is None:
+        raise not_installed(name, "response_format", "PyAV", "av")
+    if options.speed != 1 and av is None:
+        raise not_installed("speed", "speed", "PyAV", "av")
+
+
+def not_installed(what: str, field: str, library: str, package: str) -> ApiError:
+    problem = f"{what} needs {library}, which this server lacks: run pip install {package} there"
+    return ApiError(f"{problem}, or ask for wav or pcm at speed 1", param=field, code="not_installed")
 
 
 def encoder_arguments(options: SpeechOptions, rate: int) -> tuple:
@@ -118,7 +115,11 @@ class Encoder:
         self.new_tempo = partial(Tempo, rate, speed) if speed != 1 else lambda: None
         self.tempo = self.new_tempo()
         self.resampler = Resampler(rate, self.rate) if self.rate != rate else None
-        self.file = compressed_file(name, self.rate, bit_rate) if name in COMPRESSED else None
+        self.file = None
+        if name == "mp3":
+            self.file = Mp3File(self.rate, bit_rate)
+        elif name in CONTAINERS:
+            self.file = CompressedFile(name, self.rate, bit_rate)
         self.header = wav_header(self.rate, UNKNOWN_LENGTH) if name == "wav" else b""
 
     @property
@@ -174,15 +175,11 @@ def slices(data: bytes, size: int) -> Iterator[bytes]:
     return (data[start : start + size] for start in range(0, len(data), size))
 
 
-def compressed_file(name: str, rate: int, kilobits: int | None) -> "Mp3File | CompressedFile":
-    """kilobits: per second; None: the default of the format"""
-    return Mp3File(rate, kilobits) if name == "mp3" else CompressedFile(name, rate, kilobits)
-
-
 class Mp3File:
     """It consists of frames only, so that answers can be concatenated."""
 
     def __init__(self, rate: int, kilobits: int | None):
+        """kilobits: per second; None: MP3_KILOBITS"""
         self.samples = 0
         self.lame = lameenc.Encoder()
         self.lame.silence()  # no messages
@@ -211,6 +208,7 @@ class Written(list):
 
 class CompressedFile:
     def __init__(self, name: str, rate: int, kilobits: int | None):
+        """kilobits: per second; None: that of CONTAINERS"""
         container, codec, own_kilobits, container_options, codec_options = CONTAINERS[name]
         self.written = Written()
         self.rate = rate

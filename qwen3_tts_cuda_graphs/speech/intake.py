@@ -137,7 +137,7 @@ class Intake:
 
     def build(self, taken: list[Queued]) -> None:
         """Build the prompts of these requests. Each waits for a row as soon as its prompt is built."""
-        left = {}
+        to_build = []
         for one in taken:
             try:
                 self.begin(one)
@@ -150,9 +150,10 @@ class Intake:
                 if one.asked.text is None:
                     self.engine.wake_delivery()
             else:
-                left[len(left)] = one
+                to_build.append(one)
+        left = dict(enumerate(to_build))
         try:
-            for built in self.prompts.build_together([one.asked for one in left.values()]):
+            for built in self.prompts.build_together([one.asked for one in to_build]):
                 self.enqueue_built([(left.pop(i), request) for i, request in built.items()])
         except BaseException as error:
             for one in left.values():
